@@ -46,6 +46,7 @@ Rules for transformers' code:
 heads. With latent attention it must divide the query heads.
 - Latent attention (DeepSeek V2 and later) keeps the latent and the shared part of the key: one \
 row of a token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
+- Layers that read the keys and values of an earlier layer (Gemma 3n, Gemma 4) keep no KV cache.
 - Sparse attention (DeepSeek V3.2, GLM-5) runs as dense attention up to `index_topk` tokens. Set \
 `context_tokens` to at most this number; longer contexts are refused.
 - Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \

@@ -37,6 +37,15 @@ _ALTERNATING: Final[dict[str, Any]] = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+# The last two layers read the keys and values of the two before them.
+_SHARED: Final[dict[str, Any]] = {
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 24,
+    "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": SIZES["vocab_size"],
+}
 
 _PLAIN: Final = (
     *(
@@ -149,6 +158,13 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     **{kind: {} for kind in _PLAIN},
     **dict.fromkeys(_WINDOWED, _ALTERNATING),
     **dict.fromkeys(_SPARSE, _EXPERTS),
+    "gemma3n_text": _SHARED
+    | {
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": _SHARED | {"global_head_dim": 32},
     "deepseek_v2": _EXPERTS | _LATENT,
     "deepseek_v3": _EXPERTS | _LATENT,
     "glm4_moe_lite": _EXPERTS | _LATENT,

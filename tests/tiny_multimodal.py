@@ -64,6 +64,8 @@ MULTIMODAL: Final[dict[str, dict[str, Any]]] = {
         for kind in _PLAIN
         if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and kind not in _SAVED_WRONGLY
     },
+    # Its model needs the token for the places of images.
+    **({"gemma4": {"pad_token_id": 0}} if "gemma4" in CONFIG_MAPPING else {}),
     **dict.fromkeys(_WITH_AXES, _axes(2, 3, 3)),
     "qwen3_vl_moe": _EXPERTS | _axes(2, 3, 3),
     "ernie4_5_vl_moe": _EXPERTS | _axes(3, 3, 2) | {"moe_intermediate_size": [32, 32]},

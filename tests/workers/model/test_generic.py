@@ -1,6 +1,7 @@
 """Decoders that run through transformers' code: equality with transformers, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,27 @@ from tandem.tests.workers.model.helpers import load, mixed_steps, recorded_logit
 from tandem.workers.kv_cache.layout import LayerGeometry
 from tandem.workers.model.config import CheckpointError, read_fields, text_model_of
 from tandem.workers.model.footprint import (
+    CacheBytes,
     check_cache_dtype,
     check_config_split,
     kv_bytes_per_token,
+    kv_layout,
+    sequence_memory,
 )
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import parse_model_config
 
-# Learned activations, windows, latent attention, soft caps, experts, learned positions, sinks,
-# scales of all kinds, states.
+# Learned activations, windows, latent attention, soft caps, layers that read another layer's cache,
+# experts, learned positions, sinks, scales of all kinds, states.
 SAMPLE = (
     "apertus",
     "cohere2",
     "deepseek_v2",
     "deepseek_v3",
     "gemma2",
+    "gemma3n_text",
+    "gemma4_text",
     "glm4_moe",
     "gpt2",
     "gpt_oss",
@@ -94,6 +100,27 @@ def test_latents_are_not_quantized(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         kv_bytes_per_token(config, 1, "bfloat16", "int8")
     check_cache_dtype(config, "auto")
+
+
+SHARED = tuple(kind for kind in ("gemma3n_text", "gemma4_text") if kind in DECODERS)
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_layers_that_read_another_layers_cache_keep_none(tmp_path: Path, kind: str) -> None:
+    config = parse_model_config(read_fields(make_tiny_decoder(tmp_path, kind)))
+    assert [layer.reads for layer in config.layers] == [None, None, None, 1, 2]
+    whole, own = (
+        kv_layout(each, "bfloat16") for each in (config, replace(config, layers=config.layers[:3]))
+    )
+    for tp in (1, 2):
+        found, expected = (
+            (
+                CacheBytes.of(each, tp, block_size=16),
+                sequence_memory(each, tp, block_size=16, num_tokens=100),
+            )
+            for each in (whole, own)
+        )
+        assert found == expected
 
 
 @pytest.mark.skipif("flint" not in DECODERS, reason="the page is of a newer transformers")

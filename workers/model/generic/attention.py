@@ -154,11 +154,12 @@ class PagedLayers:
             query, key, value = (
                 functional.pad(each, (0, dim - each.shape[2])) for each in (query, key, value)
             )
+        is_kept = layer.reads is None
         result = attention(
             index,
             query.contiguous(),
-            key.contiguous(),
-            value if latent else value.contiguous(),
+            key.contiguous() if is_kept else None,
+            (value if latent else value.contiguous()) if is_kept else None,
             self._options[index],
         )
         result = result.view(*query.shape[:2], -1)[..., :value_dim]

@@ -182,7 +182,9 @@ class TransformersForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._given.last_hidden_state = hidden[None]
-        logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]
+        # Gemma 4's head reads the number of rows from the model's input.
+        output = self._model(inputs_embeds=hidden[None], use_cache=False)
+        logits: torch.Tensor = output.logits[0]
         return logits
 
 

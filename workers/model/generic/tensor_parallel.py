@@ -57,6 +57,7 @@ class TpPlan:
             each: plan[pattern] for each in names if (pattern := _pattern(each)) in plan
         }
         self._split_tied_head(model)
+        self._keep_sparse_whole(model)
         for each, module in model.named_modules():
             is_split = self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
             if is_split and type(module) is not nn.Linear:
@@ -74,6 +75,17 @@ class TpPlan:
             return
         if head.weight is embedding.weight:
             self._styles.setdefault(names[head], _GATHER[0])
+
+    def _keep_sparse_whole(self, model: PreTrainedModel) -> None:
+        """Computes the sparse MLPs of Gemma 3n on every rank.
+
+        They set the activations below a quantile of all of a token's activations to zero, but the
+        plan of transformers splits them.
+        """
+        for name, module in model.named_modules():
+            if float(getattr(module, "activation_sparsity", 0.0)) > 0.0:
+                for each in [each for each in self._styles if each.startswith(f"{name}.")]:
+                    del self._styles[each]
 
     def slices(self, name: str, shape: tuple[int, ...], stacks: int) -> list[Slices] | None:
         """Returns this rank's parts of a source of the weight `name`.

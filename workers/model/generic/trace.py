@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from inspect import signature
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ class _Trace:
         self.attention: dict[nn.Module, LayerGeometry] = {}
         self.calls: dict[nn.Module, list[MixerCall]] = {}
         self.modules: list[nn.Module] = []
+        # Layers that keep keys and values of their own: the number of each, and the two tensors.
+        self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._config = config
         self._fields = fields
 
@@ -67,11 +70,14 @@ class _Trace:
                 "num_key_value_heads",
                 f"{geometry.num_kv_heads} does not divide the {geometry.num_heads} query heads",
             )
+        query, key, value = heads
+        reads = self._reads(geometry, key, value)
+        if reads is None:
+            self._kept.append((len(self.modules), key, value))
         self.modules.append(module)
-        self.attention[module] = geometry
+        self.attention[module] = replace(geometry, reads=reads)
         _check_options(module, options, self._fields)
         self.options.update(options)
-        query, _, value = heads
         value_dim = value_dim_of(module) if is_latent(module) else value.shape[3]
         return value.new_empty(1, query.shape[2], query.shape[1], value_dim)
 
@@ -100,6 +106,19 @@ class _Trace:
         if not mixers.keys() <= self.calls.keys():
             raise unknown_state(self._fields)
         return layers
+
+    def _reads(self, geometry: LayerGeometry, key: torch.Tensor, value: torch.Tensor) -> int | None:
+        """Returns the number of the equal layer whose keys and values a layer was given."""
+        return next(
+            (
+                number
+                for number, kept_key, kept_value in self._kept
+                if kept_key is key
+                and kept_value is value
+                and self.attention[self.modules[number]] == geometry
+            ),
+            None,
+        )
 
     def _index(self, module: nn.Module) -> int:
         """Returns the number of a layer with attention among all layers of the config."""
