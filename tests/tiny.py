@@ -28,8 +28,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE, make_tokenizer
@@ -51,6 +54,20 @@ ALTERNATING = {
     "num_hidden_layers": 3,
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
 }
 
 MAMBA2 = {
@@ -159,6 +176,9 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5": (Qwen3_5TextConfig, HYBRID),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, HYBRID | SHARED_EXPERT),
+    "qwen3_next": (Qwen3NextConfig, HYBRID | SHARED_EXPERT | {"mlp_only_layers": [2]}),
     "gpt_oss": (GptOssConfig, {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 FAMILIES = tuple(TINY)
@@ -171,6 +191,9 @@ STATEFUL = (
     "granite_moe_hybrid",
     "nemotron_h",
     "nemotron_3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
 )
 """Those whose layers keep states, on CPUs only."""
 DENSE = ("llama", "mistral", "qwen2", "qwen3")

@@ -51,7 +51,14 @@ from .models.nemotron_h import NemotronHForCausalLM, parse_nemotron_h_config
 from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
-from .models.qwen3_5 import Qwen35ForCausalLM, parse_qwen3_5_config
+from .models.qwen3_5 import (
+    Qwen3NextForCausalLM,
+    Qwen35ForCausalLM,
+    Qwen35MoeForCausalLM,
+    parse_qwen3_5_config,
+    parse_qwen3_5_moe_config,
+    parse_qwen3_next_config,
+)
 from .quant.base import LinearMethod, LinearMethodOf, QuantizationFormat
 from .quant.compressed_tensors import compressed_tensors_method
 from .quant.fp8 import Fp8LinearMethod
@@ -83,6 +90,8 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "MixtralForCausalLM": ModelFamily(parse_mixtral_config, MixtralForCausalLM),
     "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
     "Qwen3_5ForCausalLM": ModelFamily(parse_qwen3_5_config, Qwen35ForCausalLM),
+    "Qwen3_5MoeForCausalLM": ModelFamily(parse_qwen3_5_moe_config, Qwen35MoeForCausalLM),
+    "Qwen3NextForCausalLM": ModelFamily(parse_qwen3_next_config, Qwen3NextForCausalLM),
     "GptOssForCausalLM": ModelFamily(parse_gpt_oss_config, GptOssForCausalLM),
 }
 TEXT_MODELS: Final = tuple(
@@ -106,6 +115,7 @@ TEXT_MODELS: Final = tuple(
         "Qwen2Audio",
         "Qwen3ASR",
         "Qwen3_5",
+        "Qwen3_5Moe",
         "SmolVLM",
         "VideoLlama3",
         "VideoLlava",

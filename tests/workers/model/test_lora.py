@@ -38,6 +38,9 @@ TARGETS = {
     "granite_moe_hybrid": ("q_proj", "in_proj", "out_proj", "input_linear", "output_linear"),
     "nemotron_h": ("q_proj", "in_proj", "up_proj", "down_proj"),
     "nemotron_3": ("q_proj", "in_proj", "up_proj", "down_proj"),
+    "qwen3_5": ("q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "up_proj"),
+    "qwen3_5_moe": ("q_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
+    "qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
 """The layers that adapters change, by family, if they have names of their own."""
 RANKS = {"one": 1, "four": 4, "eight": 8, "many": 40}

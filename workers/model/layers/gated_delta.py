@@ -153,6 +153,8 @@ class GatedDeltaNet(Module):
         """Converts the weights of convolution and gates to the form that the kernels take."""
         self._taps = self.conv1d.data[:, 0].t().contiguous()  # [width, channels]
         self._rate = -self.A_log.data.exp()
+        del self.conv1d
+        del self.A_log
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, states: StepStates

@@ -105,7 +105,7 @@ def test_the_parts_of_a_state_are_derived_from_the_config(tmp_path: Path) -> Non
         "linear_num_value_heads": 32,
     }
     write_config(tmp_path, "qwen3_5_text", **sizes)
-    config = parse_model_config(read_fields(tmp_path))
+    config = parse_model_config(read_fields(tmp_path), "transformers")
     layers = [layer for layer in config.layers if layer.states]
     assert (len(layers), len(config.layers)) == (24, 32)
     assert not any(layer.keeps_tokens for layer in layers)
