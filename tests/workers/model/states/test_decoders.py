@@ -150,10 +150,10 @@ def test_modules_whose_state_would_be_lost_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: Callable[..., torch.Tensor]
 ) -> None:
     folder = make_tiny_decoder(tmp_path, "lfm2")
-    open_checkpoint(folder)
+    open_checkpoint(folder, "transformers")
     monkeypatch.setattr(Lfm2MLP, "forward", forward)
     with pytest.raises(CheckpointError, match="'lfm2' keeps state in a way that is not supported"):
-        open_checkpoint(folder)
+        open_checkpoint(folder, "transformers")
 
 
 def test_unknown_types_of_layers_are_refused(
@@ -162,4 +162,4 @@ def test_unknown_types_of_layers_are_refused(
     folder = make_tiny_decoder(tmp_path, "nemotron_h")
     monkeypatch.setattr(definition, "STATELESS", ("mlp",))
     with pytest.raises(CheckpointError, match="'nemotron_h' keeps state in a way"):
-        open_checkpoint(folder)
+        open_checkpoint(folder, "transformers")
