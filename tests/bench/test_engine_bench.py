@@ -22,7 +22,13 @@ from tandem.tests.bench.engine.shapes import (
     prefill_flops,
     random_weight,
 )
-from tandem.tests.bench.engine.steps import PARTS, WARMUP_STEPS, BenchRunner, blocks_for
+from tandem.tests.bench.engine.steps import (
+    PARTS,
+    WARMUP_STEPS,
+    BenchRunner,
+    blocks_for,
+    states_for,
+)
 from tandem.tests.bench.engine.transformers_peer import TransformersPeer
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
@@ -53,7 +59,9 @@ def known_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "measure_floors", lambda *_: floors)
 
 
-def make_runner(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) -> BenchRunner:
+def make_runner(
+    *, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32, batch: int = 1
+) -> BenchRunner:
     config = SHAPES[shape]
     return BenchRunner(
         config,
@@ -63,6 +71,7 @@ def make_runner(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) 
         num_blocks=num_blocks,
         chunk=chunk,
         exact=False,
+        num_states=states_for(config, batch),
     )
 
 
@@ -211,6 +220,30 @@ def test_blocks_for_is_what_a_decode_takes() -> None:
     short = make_runner(num_blocks=enough - 3)
     with pytest.raises(RuntimeError, match="commit while waiting"):
         short.decode(3, 40, 20)
+
+
+def test_a_model_with_states_decodes_what_its_states_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "full_attn_idxs": [1],
+        "vocab_size": 512,
+    }
+    fields = dict(HF_CONFIGS["lfm2-350m"]) | sizes
+    monkeypatch.setitem(SHAPES, "tiny-hybrid", parse_model_config(Fields("tiny-hybrid", fields)))
+    runner = make_runner(shape="tiny-hybrid", batch=3)
+    states = runner.runner.kv.states
+    assert states is not None
+    assert not states.slots.any()
+    run = runner.decode(3, 40, 20)
+    assert [len(tokens) for tokens in run.sampled] == [3] * (WARMUP_STEPS + 20)
+    assert states.slots.any()
+    config = SHAPES["tiny-hybrid"]
+    one, two = (decode_cost(config, "float32", batch, 0)[0] for batch in (1, 2))
+    assert two - one == 2 * 2 * (2 * 64 * 4)  # two layers of 64 channels and 2 inputs, both ways
 
 
 def test_costs_are_those_of_the_known_model() -> None:

@@ -41,7 +41,7 @@ from tandem.tests.bench.engine.shapes import (
     prefill_flops,
     random_weight,
 )
-from tandem.tests.bench.engine.steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for
+from tandem.tests.bench.engine.steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for, states_for
 from tandem.workers.model.config import CheckpointError, Fields, ModelConfig
 from tandem.workers.model.device import DTYPES, enter_device
 from tandem.workers.model.footprint import kv_bytes_per_token
@@ -170,6 +170,7 @@ def _runner(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -
         exact=options.profile,
         batch_invariant=options.batch_invariant,
         lora_rank=None if options.compare == "adapter" else options.lora_rank,
+        num_states=states_for(config, max(batch for batch, _ in options.decodes)),
     )
 
 

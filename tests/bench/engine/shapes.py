@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from tandem.tests.tiny_tokenizer import make_tokenizer
-from tandem.workers.kv_cache.layout import ITEM_BYTES, LayerGeometry, head_bytes
+from tandem.workers.kv_cache.layout import ITEM_BYTES, KvLayout, LayerGeometry, head_bytes
 from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.loader import weight_bytes, weight_shapes
 from tandem.workers.model.module import WeightSlice
@@ -130,6 +130,76 @@ HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         topk_group=1,
         topk_method="greedy",
     ),
+    "lfm2-350m": _hf_config(
+        "Lfm2",
+        (16, 1024, 6656, 16, 8, 64, 65_536),
+        max_position_embeddings=128_000,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        conv_L_cache=3,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=True,
+    ),
+    # Granite 4.0 H Tiny with 8 of its 40 layers: about a billion parameters.
+    "granite-moe-1b": _hf_config(
+        "GraniteMoeHybrid",
+        (8, 1536, 512, 12, 4, 128, 100_352),
+        model_type="granitemoehybrid",
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+        layer_types=[*["mamba"] * 5, "attention", *["mamba"] * 2],
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        shared_intermediate_size=1024,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        embedding_multiplier=12,
+        attention_multiplier=0.0078125,
+        residual_multiplier=0.22,
+        logits_scaling=6,
+    ),
+    # Granite 4.0 H 1B, without experts.
+    "granite-h-1b": _hf_config(
+        "GraniteMoeHybrid",
+        (40, 1536, 4096, 12, 4, 128, 100_352),
+        model_type="granitemoehybrid",
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+        layer_types=["attention" if index % 10 == 5 else "mamba" for index in range(40)],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=4096,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        embedding_multiplier=12,
+        attention_multiplier=0.0078125,
+        residual_multiplier=0.22,
+        logits_scaling=6,
+    ),
+    # With 8 of the 52 layers, three of which have experts, and with 32 of the 128 experts.
+    "nemotron-3-nano": _hf_config(
+        "NemotronH",
+        (8, 2688, 1856, 32, 2, 128, 131_072),
+        model_type="nemotron_h",
+        max_position_embeddings=262_144,
+        hybrid_override_pattern="MEMEM*EM",
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        ssm_state_size=128,
+        n_groups=8,
+        n_routed_experts=32,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+    ),
     "tiny-moe": _qwen3_moe(
         (2, 64, 96, 4, 2, 16, 512), num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48
     ),
@@ -204,11 +274,13 @@ def decode_cost(
         * positions
         for layer, positions in visible
     )
+    layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
+    states = 2 * layout.bytes_per_state  # read, and written to another slot
     attention = sum(_pair_flops(layer) * positions for layer, positions in visible)
     params = _linear_params(config) + _head_params(config)
     plain = weight_bytes(replace(config, quantization={}), 1, dtype)
     saved = plain - weight_bytes(config, 1, dtype, device_type)
-    return int(params * ITEM_BYTES[dtype] + batch * keys) - saved, int(
+    return int(params * ITEM_BYTES[dtype] + batch * (keys + states)) - saved, int(
         batch * (2 * params + attention)
     )
 
@@ -234,7 +306,7 @@ def _linear_params(config: ModelConfig) -> int:
     return sum(
         prod(shape)
         for name, shape in shapes
-        if name.startswith("model.layers.") and len(shape) == 2
+        if ".layers." in name and len(shape) in (2, 3) and shape[1] > 1
     )
 
 
@@ -244,6 +316,8 @@ def _head_params(config: ModelConfig) -> int:
 
 def _pair_flops(layer: LayerGeometry) -> int:
     """Returns the FLOPs of all heads' attention of one token to one key."""
+    if not layer.keeps_tokens:
+        return 0
     return 2 * layer.num_heads * (layer.head_dim + (layer.value_dim or layer.head_dim))
 
 

@@ -28,6 +28,7 @@ from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.attention.quantized_cache import quantize
 from tandem.workers.model.config import ModelConfig
 from tandem.workers.model.device import DTYPES
+from tandem.workers.model.footprint import state_tokens
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.loader import ReadWeight, build_model, load_weights
 from tandem.workers.model.runner import ModelRunner
@@ -74,14 +75,16 @@ class BenchRunner(Executor):
         exact: bool,
         batch_invariant: bool = False,
         lora_rank: int | None = None,
+        num_states: int = 0,
         on_loaded: Callable[[str], None] = lambda stage: None,
     ) -> None:
         """Loads the model and fills its KV memory with noise.
 
         `chunk` is the maximum number of tokens of a prefill step. `exact` waits for a GPU at every
         mark. Then the times of the parts are exact, but the steps are slower and do not overlap.
-        `lora_rank` is the rank of an adapter that all sequences use. `on_loaded` is called with
-        "weights", "KV cache" and "warm-up" when these are done.
+        `lora_rank` is the rank of an adapter that all sequences use. `num_states` is the number of
+        states of a model that keeps any; they are zeros. `on_loaded` is called with "weights", "KV
+        cache" and "warm-up" when these are done.
         """
         self._chunk = chunk
         self._exact = exact
@@ -93,19 +96,14 @@ class BenchRunner(Executor):
         load_weights(model, read, device)
         on_loaded("weights")
         layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
-        kv = PagedKv(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
-        generator = torch.Generator(device).manual_seed(0)
-        for layer in range(len(config.layers)):
-            for part, first in zip(kv.layers[layer], kv.layers[0], strict=True):
-                if part.shape == first.shape and layer:
-                    part.copy_(first)
-                elif kv.is_quantized:
-                    noise = torch.randn(
-                        *part.shape[:-1], config.layers[layer].head_dim, generator=generator
-                    )
-                    part.copy_(quantize(noise, part.dtype))
-                else:
-                    part.normal_(generator=generator)
+        kv = PagedKv(
+            layout,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            device=device,
+            num_states=num_states,
+        )
+        _fill_with_noise(kv)
         on_loaded("KV cache")
         adapters = AdapterTable(
             model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant
@@ -194,8 +192,11 @@ class BenchRunner(Executor):
         return next(event.token_ids[0] for event in events if isinstance(event, NewTokens))
 
     def _engine(self, batch: int) -> Engine:
+        states = self.runner.kv.states
         config = EngineConfig(
             num_blocks=self._num_blocks,
+            num_states=states.num_slots if states else 0,
+            state_tokens=state_tokens(self.runner.kv.layout, 1),
             block_size=BLOCK_SIZE,
             tables=self.runner.kv.tables,
             overlap=self.runner.launches_ahead and not self._exact,
@@ -231,6 +232,30 @@ class BenchRunner(Executor):
         if self._exact:
             synchronize(self._device)
         self._marks[name] = time.perf_counter()
+
+
+def _fill_with_noise(kv: PagedKv) -> None:
+    """Fills the keys and values of all layers; layers of equal shape get equal numbers."""
+    generator = torch.Generator(kv.device).manual_seed(0)
+    attending = [
+        (geometry, parts)
+        for geometry, parts in zip(kv.layout.layers, kv.layers, strict=True)
+        if parts
+    ]
+    for index, (geometry, parts) in enumerate(attending):
+        for part, first in zip(parts, attending[0][1], strict=True):
+            if part.shape == first.shape and index:
+                part.copy_(first)
+            elif kv.is_quantized:
+                noise = torch.randn(*part.shape[:-1], geometry.head_dim, generator=generator)
+                part.copy_(quantize(noise, part.dtype))
+            else:
+                part.normal_(generator=generator)
+
+
+def states_for(config: ModelConfig, batch: int) -> int:
+    """Returns the number of states that `batch` sequences need; a step writes other ones."""
+    return 2 * batch + 2 if any(layer.states for layer in config.layers) else 0
 
 
 def blocks_for(batch: int, context: int, steps: int) -> int:
