@@ -83,8 +83,8 @@ class BenchRunner(Executor):
         `chunk` is the maximum number of tokens of a prefill step. `exact` waits for a GPU at every
         mark. Then the times of the parts are exact, but the steps are slower and do not overlap.
         `lora_rank` is the rank of an adapter that all sequences use. `num_states` is the number of
-        states of a model that keeps any; they are zeros. `on_loaded` is called with "weights", "KV
-        cache" and "warm-up" when these are done.
+        states of a model that keeps any. `on_loaded` is called with "weights", "KV cache" and
+        "warm-up" when these are done.
         """
         self._chunk = chunk
         self._exact = exact
