@@ -1,5 +1,6 @@
 """Measures the floors of a step on this device: memory bandwidth and rate of matrix products."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -56,6 +57,7 @@ def measure_floors(
     )
 
 
+@functools.cache
 def measure_memory(device: torch.device) -> tuple[float, float]:
     """Returns the bytes per second of a large sum, and of a large copy, read and written."""
     source = torch.ones(BUFFER_BYTES[device.type] // 4, device=device)
@@ -86,6 +88,7 @@ def linear_shapes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     return ((query + 2 * kv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner))
 
 
+@functools.cache
 def _gemm_seconds(
     num_rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
 ) -> float:

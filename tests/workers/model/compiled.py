@@ -2,7 +2,8 @@
 
 `python -m tandem.tests.workers.model.compiled` prints a JSON line for each kernel. What Triton
 compiled before comes from its cache. A launch only compiles, so no GPU is needed. The registers and
-instructions come from cuobjdump, which is in Triton's package.
+instructions come from cuobjdump, which is in Triton's package; what it prints is kept in the cache
+as well.
 """
 
 import functools
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import get_cache_manager
 
 from tandem.tests.workers.model.test_gpu_kernels import Shape
 from tandem.workers.model.kernels.triton import elementwise, grouped, int4, linear, sampling
@@ -138,11 +140,8 @@ class Compiler:
 def inspect(compiled: Any, label: str, dtype: str, arch: int) -> CompiledKernel:
     """Reads the machine code of a kernel that Triton compiled."""
     metadata = compiled.metadata
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _cuobjdump("-res-usage", file.name)
-        listed = _cuobjdump("-sass", file.name) if compiled.name in WITH_PRODUCTS else ""
+    usage = _cuobjdump("-res-usage", compiled)
+    listed = _cuobjdump("-sass", compiled) if compiled.name in WITH_PRODUCTS else ""
     fields = dict(re.findall(r"(REG|STACK):(\d+)", usage))
     words = listed.replace(".", " ").split()
     return CompiledKernel(
@@ -159,10 +158,19 @@ def inspect(compiled: Any, label: str, dtype: str, arch: int) -> CompiledKernel:
     )
 
 
-def _cuobjdump(option: str, path: str) -> str:
-    return subprocess.run(
-        [_CUOBJDUMP, option, path], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+def _cuobjdump(option: str, compiled: Any) -> str:
+    """Returns what cuobjdump prints of a kernel; keeps it beside the kernel in Triton's cache."""
+    cache = get_cache_manager(compiled.hash)
+    name = f"{compiled.name}{option}.txt"
+    if (known := cache.get_file(name)) is not None:
+        return Path(known).read_text()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [_CUOBJDUMP, option, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    cache.put(done.stdout, name, binary=False)
+    return done.stdout
 
 
 def compile_all() -> list[CompiledKernel]:
