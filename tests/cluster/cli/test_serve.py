@@ -248,62 +248,64 @@ def check_keys(urls: Iterable[str], keys: Collection[str]) -> None:
         assert {code_of(url, key) for key in keys} == {200}
 
 
-def test_a_service_with_given_keys_shows_them_nowhere(
+async def test_given_keys_are_shown_nowhere_and_streams_end_after_sigterm(
     serving: Callable[..., Serving], tmp_path: Path
 ) -> None:
+    """One service for both: it has two routers and runs one stream at a time."""
     keys = ["sk-canary-seven", "sk-canary-eight"]
     template = tmp_path / "shout.jinja"
     template.write_text("{{ messages[0].content | upper }}")
-    service = serving(
-        *("--api-key", keys[0], f"--api-key={keys[1]}"),
-        *("--routers", "2", "--dashboard", "--chat-template", str(template)),
-    )
-    assert service.process.stdout is not None
-    assert service.process.stderr is not None
-    ready = service.process.stdout.readline()
-    http = re.search(r" http=(\S+),(\S+) ", ready)
-    assert http, (ready, service.process.communicate()[1])
-    note = service.process.stderr.readline()
-    status_url = re.search(r"status page: (\S+)", service.process.stderr.readline())
-    assert status_url
-    assert note.startswith("warning: --api-key: ")
-    check_keys((*(f"http://{address}/v1/models" for address in http.groups()), status_url[1]), keys)
-    check_hidden(service, keys)
-    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
-    request = urllib.request.Request(
-        f"http://{http[1]}/tokenize",
-        body,
-        {"Authorization": f"Bearer {keys[0]}", "Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=WAIT) as answer:
-        assert len(json.load(answer)["tokens"]) <= 2  # "HI"
-    service.stop(signal.SIGTERM)
-    assert service.process.returncode == 0
-
-
-async def test_after_sigterm_streams_end_and_who_waits_is_refused(
-    serving: Callable[..., Serving], tmp_path: Path
-) -> None:
-    """One stream at a time, and time enough for it; on a fast machine for all. Those that are cut:
-    test_runtime.py.
-    """
     path = tmp_path / "one.yaml"
     path.write_text(
         "model: ignored\ngrace_seconds: 60\ndecode: {max_sequences: 1}\nrouter: "
         "{max_queue_seconds: 3600}\n"
     )
-    service = serving("--prefill", "0", "--config", str(path))
-    grpc_address, _ = service.wait_ready()
-    async with AsyncClient(grpc_address, max_retries=0) as client:
+    service = serving(
+        *("--api-key", keys[0], f"--api-key={keys[1]}", "--prefill", "0", "--config", str(path)),
+        *("--routers", "2", "--dashboard", "--chat-template", str(template)),
+    )
+    assert service.process.stdout is not None
+    assert service.process.stderr is not None
+    line = service.process.stdout.readline()
+    ready = re.search(r" grpc=(\S+),\S+ http=(\S+),(\S+) ops=(\S+),\S+$", line)
+    assert ready, (line, service.process.communicate()[1])
+    grpc_address, *http_addresses, ops_address = ready.groups()
+    note = service.process.stderr.readline()
+    status_url = re.search(r"status page: (\S+)", service.process.stderr.readline())
+    assert status_url
+    assert note.startswith("warning: --api-key: ")
+    check_keys((*(f"http://{each}/v1/models" for each in http_addresses), status_url[1]), keys)
+    check_hidden(service, keys)
+    check_template(http_addresses[0], keys[0])
+    await check_end(service, grpc_address, ops_address, keys[0])
+
+
+def check_template(http_address: str, key: str) -> None:
+    """Fails unless a chat gets the template that shouts."""
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    request = urllib.request.Request(
+        f"http://{http_address}/tokenize",
+        body,
+        {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT) as answer:
+        assert len(json.load(answer)["tokens"]) <= 2  # "HI"
+
+
+async def check_end(service: Serving, grpc_address: str, ops_address: str, key: str) -> None:
+    """Fails unless streams end after SIGTERM and requests that wait are refused.
+
+    There is time enough for one stream, and on a fast machine for all. Those that are cut:
+    test_runtime.py.
+    """
+    async with AsyncClient(grpc_address, api_key=key, max_retries=0) as client:
         asked = [
             asyncio.create_task(
                 client.generate([number, 6, 7], max_tokens=2000, ignore_eos=True, timeout=2 * WAIT)
             )
             for number in range(3, 12)
         ]
-        await scrape_until(
-            lambda page: page.value("vllm:num_requests_waiting") == 8, service.ops_address
-        )
+        await scrape_until(lambda page: page.value("vllm:num_requests_waiting") == 8, ops_address)
         family = service.signal(signal.SIGTERM)
         ended = await asyncio.gather(*asked, return_exceptions=True)
     assert (service.wait_ended(family), service.process.returncode) == ("", 0)

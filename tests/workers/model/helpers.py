@@ -28,6 +28,7 @@ from tandem.workers.engine.plan import (
 )
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
+from tandem.workers.model.checkpoint import Checkpoint
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
@@ -320,7 +321,7 @@ def load(
     checkpoint = open_checkpoint(
         folder, model_impl, quantization=quantization, context_tokens=context_tokens
     )
-    return ModelRunner.load(
+    return load_opened(
         checkpoint,
         dtype=dtype,
         cache_dtype=cache_dtype,
@@ -330,6 +331,28 @@ def load(
         num_states=num_states,
         block_size=block_size,
         batch_invariant=batch_invariant,
+    )
+
+
+def load_opened(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    num_blocks: int = 128,
+    num_states: int = 96,
+    block_size: int = 16,
+    **others: Any,
+) -> ModelRunner:
+    """Loads a runner of a checkpoint; `others` are arguments of ModelRunner.load."""
+    return ModelRunner.load(
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        num_blocks=num_blocks,
+        num_states=num_states,
+        block_size=block_size,
+        **others,
     )
 
 

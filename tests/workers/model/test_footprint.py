@@ -131,8 +131,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "tp"), [("float32", 2), ("bfloat16", 4)])
 def test_loading_a_rank_takes_little_more_than_its_part(
     large_model: Path, tmp_path: Path, dtype: str, tp: int
 ) -> None:
