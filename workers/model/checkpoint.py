@@ -43,8 +43,16 @@ _ITEM_BYTES: Final = {
     "U64": 8,
     "F64": 8,
 }
-# Of an expert, by the name of the tensor that has them for all experts.
-_MAPS_OF_STACKED: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_GATE_UP: Final = ("gate_proj", "up_proj")
+_DOWN: Final = ("down_proj",)
+# By the end of the name of a tensor that has the maps of all experts: the end in place of it, which
+# is followed by the number of an expert, and the expert's maps. Qwen's, then Granite's.
+_STACKED: Final = {
+    ".experts.gate_up_proj": (".experts", _GATE_UP),
+    ".experts.down_proj": (".experts", _DOWN),
+    ".block_sparse_moe.input_linear.weight": (".block_sparse_moe.experts", _GATE_UP),
+    ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts", _DOWN),
+}
 _SAMPLE_BYTES: Final = 4096
 _MAX_NAME_BYTES: Final = 255  # of a file name on Linux
 
@@ -115,15 +123,17 @@ def unstack_experts(
 ) -> dict[str, StoredTensor]:
     """Returns the tensors, and the parts of stacked experts under the names of single experts.
 
-    NAME.experts.gate_up_proj is [experts, 2 * size, hidden], the gates first, and
-    NAME.experts.down_proj is [experts, hidden, size].
+    A stack of gate and up maps is [experts, 2 * size, hidden], the gates first. A stack of down
+    maps is [experts, hidden, size].
     """
     found = dict(stored)
     for name, tensor in stored.items():
-        prefix, _, kind = name.rpartition(".")
-        maps = _MAPS_OF_STACKED.get(kind, ())
-        is_stacked = prefix.endswith(".experts") and len(tensor.shape) == 3 and maps
-        if not is_stacked or tensor.shape[0] != num_experts or tensor.shape[1] % len(maps):
+        suffix = next(filter(name.endswith, _STACKED), None)
+        if suffix is None or len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+            continue
+        experts, maps = _STACKED[suffix]
+        prefix = name.removesuffix(suffix) + experts
+        if tensor.shape[1] % len(maps):
             continue
         _, num_outputs, num_inputs = tensor.shape
         size = (tensor.end - tensor.begin) // (num_experts * len(maps))

@@ -5,23 +5,19 @@ a mixer in place of attention; some of its models have experts beside the MLP.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar, Final
 
 import torch
 
 from ..attention.backend import AttentionOptions, StepAttention
 from ..config import ExpertsConfig, Fields, Mamba2Config, ModelConfig
-from ..layers.experts import ExpertMaps, RoutedExperts
+from ..layers.experts import ExpertNames, MlpExperts
 from ..layers.linear import BuildOptions
 from ..layers.mamba2 import Mamba2, mamba2_states
 from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
 from ..layers.rows import EmbeddingRows
 from ..layers.scaling import scaled
-from ..module import Parameter, WeightSlice
-from ..quant.base import LinearMethod, activate_and_mul
-from ..quant.unquantized import UnquantizedLinearMethod
 from ..states.steps import StepStates
 from .family import DecoderLayer
 from .llama import (
@@ -114,54 +110,6 @@ class GraniteSharedMLP(LlamaMLP):
     down_name = "output_linear"
 
 
-class GraniteExperts(RoutedExperts):
-    """Routes to MLPs like Llama's, whose weights are stacked in the checkpoint."""
-
-    def __init__(
-        self, config: ExpertsConfig, hidden: int, prefix: str, build: BuildOptions
-    ) -> None:
-        super().__init__(config, hidden, f"{prefix}.router.layer", build)
-        self._build = build
-        # By expert, after loading.
-        self.gate_up_maps: list[LinearMethod] = []
-        self.down_maps: list[LinearMethod] = []
-        size = config.intermediate_size
-        part = build.tp.part(size)
-        every = slice(None)
-        inner = f"{prefix}.input_linear.weight"
-        shape = (config.num_experts, 2 * size, hidden)
-        up = slice(size + part.start, size + part.stop)
-        slices = [WeightSlice(inner, shape, (every, kept)) for kept in (part, up)]
-        self.gate_up: Parameter | None = Parameter(*slices, dtype=build.dtype, dim=1)
-        outer = f"{prefix}.output_linear.weight"
-        shape = (config.num_experts, hidden, size)
-        self.down: Parameter | None = Parameter(
-            WeightSlice(outer, shape, (every, every, part)), dtype=build.dtype
-        )
-
-    def process_after_load(self) -> None:
-        """Creates the linear method of each expert."""
-        assert self.gate_up is not None
-        assert self.down is not None
-        make = partial(
-            UnquantizedLinearMethod.from_tensors, batch_invariant=self._build.batch_invariant
-        )
-        self.gate_up_maps += [make(weight, gated=True) for weight in self.gate_up.data]
-        self.down_maps += [make(weight) for weight in self.down.data]
-        self.gate_up = None
-        self.down = None
-        super().process_after_load()
-
-    def maps(self) -> ExpertMaps:
-        return self.gate_up_maps, self.down_maps
-
-    def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return activate_and_mul(gate_up, "silu")
-
-    def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        return self.down_maps[number].apply(self.gate_up_maps[number].apply_gated(x))
-
-
 class GraniteHybridDecoderLayer(DecoderLayer):
     """Adds attention or a mixer, then an MLP and experts, each times a factor."""
 
@@ -180,9 +128,17 @@ class GraniteHybridDecoderLayer(DecoderLayer):
         else:
             self.self_attn = GraniteAttention(config, index, f"{prefix}.self_attn", build)
         self.shared_mlp = GraniteSharedMLP(config, f"{prefix}.shared_mlp", build)
-        self.experts: GraniteExperts | None = None
+        self.experts: MlpExperts | None = None
         if config.experts is not None:
-            self.experts = GraniteExperts(config.experts, size, f"{prefix}.block_sparse_moe", build)
+            experts = f"{prefix}.block_sparse_moe"
+            names = ExpertNames(
+                router=f"{experts}.router.layer",
+                experts=f"{experts}.experts",
+                gate="gate_proj",
+                up="up_proj",
+                down="down_proj",
+            )
+            self.experts = MlpExperts(config.experts, size, names, build)
 
     def __call__(
         self,
@@ -235,6 +191,7 @@ def parse_granite_hybrid_config(fields: Fields) -> ModelConfig:
             num_chosen=fields.integer("num_experts_per_tok", 2, maximum=num_experts),
             intermediate_size=config.intermediate_size,
             layers=tuple(range(len(kinds))),
+            may_be_stacked=True,
         )
     return replace(
         _with_factors(fields, config),

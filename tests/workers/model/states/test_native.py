@@ -15,10 +15,12 @@ import torch
 from tandem.tests.tiny import STATEFUL, make_tiny_model
 from tandem.tests.workers.model.helpers import (
     Driver,
+    load,
     prompt,
     recorded_logits,
     reference,
     reference_greedy,
+    reference_logits,
 )
 from tandem.tests.workers.model.test_exact import cut
 from tandem.tests.workers.model.test_parallel import on_ranks
@@ -27,6 +29,9 @@ from tandem.workers.kv_cache.layout import CacheGroup, KvSpan
 from tandem.workers.kv_cache.sharding import kv_heads
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.layers.experts import RoutedExperts
+from tandem.workers.model.layers.linear import ColumnParallelLinear
+from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.runner import ModelRunner
 
 Heads = dict[tuple[int, int], npt.NDArray[np.uint8]]
@@ -136,3 +141,25 @@ def test_on_two_ranks_logits_depend_on_the_tokens_alone(
         for position, first, second in zip(ends[1:], logits[::2], logits[1::2], strict=True):
             assert torch.equal(first[0], second[0])
             assert torch.equal(found.setdefault(position, first[0]), first[0]), position
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_weights_are_rounded_when_they_are_loaded(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of mixers and experts, too; only routers keep theirs."""
+    folder = make_tiny_model(tmp_path, family)
+    ids = prompt(NUM_TOKENS, seed=8)
+    expected = reference_logits(reference(folder), ids)[-1]
+    driver = Driver(load(folder, quantization="int8"))
+    with recorded_logits(monkeypatch) as logits:
+        driver.run(driver.step(1, ids, 0))
+    error = (logits[0][0] - expected).norm() / expected.norm()
+    assert 1e-3 < error < 0.15
+    modules = list(driver.runner._model.modules())
+    layers = [each for each in modules if isinstance(each, ColumnParallelLinear)]
+    assert all(isinstance(each.method, RoundedLinearMethod) for each in layers)
+    for experts in (each for each in modules if isinstance(each, RoutedExperts)):
+        assert all(
+            isinstance(each, RoundedLinearMethod) for part in experts.maps() for each in part
+        )
