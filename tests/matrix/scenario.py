@@ -56,7 +56,8 @@ class Scenario:
         case, first = self.case, self.expected.choices[0]
         num_tokens = len(first.ids) if case.sampling == "stop string" else self.num_tokens
         # Before the block that the worker does not get, nor already has for a draft.
-        early = 0 if case.fault != "full" else 1 + _DRAFT_TOKENS if case.layout == "ngram" else 1
+        num_drafts = _DRAFT_TOKENS if "speculative" in self.holder.config else 0
+        early = 1 + num_drafts if case.fault == "full" else 0
         return {
             "queued": 0,
             "prefill": 16,
