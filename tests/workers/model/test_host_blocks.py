@@ -36,11 +36,16 @@ NUM_TURNS, NUM_TOKENS = 3, 10
 is_exact = cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
     [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8")],
 )
-def test_blocks_of_all_groups_come_back_as_they_were(dtype: str, cache_dtype: str) -> None:
+def test_blocks_of_all_groups_come_back_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, dtype: str, cache_dtype: str
+) -> None:
+    """One thread copies by numpy, several by torch."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     check_blocks_come_back("cpu", dtype, cache_dtype)
 
 
