@@ -23,6 +23,7 @@ from .qwen import Qwen3Attention
 
 _ATTENTION: Final = "full_attention"
 _CONV: Final = "conv"
+_INTERMEDIATE_SIZE: Final = 12_288  # if config.json has none
 
 
 class Lfm2Attention(Qwen3Attention):
@@ -129,6 +130,7 @@ def _parse_layers(fields: Fields) -> ModelConfig:
         states=lambda index: states if kinds[index] == _CONV else (),
         norm_eps=("norm_eps", 1e-5),
         tied=True,
+        intermediate_size=_INTERMEDIATE_SIZE,
     )
     return replace(
         config,
@@ -148,7 +150,7 @@ def _parse_kinds(fields: Fields) -> tuple[str, ...]:
 
 def _intermediate_size(fields: Fields) -> int:
     """Returns the size that transformers derives from the declared one."""
-    size = fields.integer("block_ff_dim", fields.integer("intermediate_size", 12_288))
+    size = fields.integer("block_ff_dim", fields.integer("intermediate_size", _INTERMEDIATE_SIZE))
     if not fields.boolean("block_auto_adjust_ff_dim", True):
         return size
     size = 2 * size // 3

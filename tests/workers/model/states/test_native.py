@@ -3,9 +3,11 @@ another number reads, and the bits of a token do not depend on how it is compute
 """
 
 import itertools
+import json
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +30,13 @@ from tandem.tests.workers.spans import read_now
 from tandem.workers.kv_cache.layout import CacheGroup, KvSpan
 from tandem.workers.kv_cache.sharding import kv_heads
 from tandem.workers.kv_cache.tables import TableBlocks
+from tandem.workers.model.config import CheckpointError, Fields
+from tandem.workers.model.footprint import check_config_split
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.layers.experts import RoutedExperts
 from tandem.workers.model.layers.linear import ColumnParallelLinear
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
+from tandem.workers.model.registry import load_model_config, parse_model_config
 from tandem.workers.model.runner import ModelRunner
 
 Heads = dict[tuple[int, int], npt.NDArray[np.uint8]]
@@ -39,6 +44,7 @@ Heads = dict[tuple[int, int], npt.NDArray[np.uint8]]
 
 NUM_TOKENS = 40
 NUM_DECODED = 8
+TOLERANCE = 1e-4
 
 
 def heads_of(group: CacheGroup, runner: ModelRunner) -> tuple[int, ...]:
@@ -163,3 +169,108 @@ def test_weights_are_rounded_when_they_are_loaded(
         assert all(
             isinstance(each, RoundedLinearMethod) for part in experts.maps() for each in part
         )
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    ("lfm2", {"block_ffn_dim_multiplier": 1.3, "tie_word_embeddings": True}),
+    (
+        "lfm2_moe",
+        {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 2.0},
+    ),
+    (
+        "granite_hybrid",
+        {
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 4,
+            "attention_bias": True,
+            "time_step_limit": [0.01, 0.1],
+        },
+    ),
+    ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
+    ("nemotron_3", {"moe_latent_size": 32, "mlp_bias": True, "n_group": 2, "topk_group": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_every_option_of_config_json_counts(
+    tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and over two ranks."""
+    folder = make_tiny_model(tmp_path, family, **overrides)
+    ids = prompt(NUM_TOKENS, seed=9)
+    expected = reference_logits(reference(folder), ids)[-1]
+
+    def work(runner: ModelRunner) -> None:
+        driver = Driver(runner)
+        driver.run(driver.step(1, ids, 0))
+
+    with recorded_logits(monkeypatch) as logits:
+        work(load(folder))
+        on_ranks(folder, 2, work)
+    assert len(logits) == 3
+    for each in logits:
+        assert (each[0] - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "published"),
+    [
+        (
+            "lfm2",
+            ("layer_types", "tie_word_embeddings", "intermediate_size", "rope_parameters"),
+            {
+                "full_attn_idxs": [1],
+                "tie_embedding": False,
+                "block_ff_dim": 96,
+                "rope_theta": 1_000_000.0,
+            },
+        ),
+        ("granite_hybrid", (), {"layer_types": ["mamba", "attention", "mamba"]}),
+        ("granite_hybrid", ("time_step_limit",), {"mamba_d_head": "auto"}),
+        ("nemotron_h", ("layers_block_type", "layer_types"), {"hybrid_override_pattern": "M-*M"}),
+    ],
+)
+def test_published_names_of_fields_mean_the_same(
+    tmp_path: Path, family: str, names: tuple[str, ...], published: dict[str, Any]
+) -> None:
+    """Those of the first checkpoints, which transformers converts."""
+    fields = json.loads((make_tiny_model(tmp_path, family) / "config.json").read_text())
+    expected = parse_model_config(Fields("config.json", fields))
+    others = {name: value for name, value in fields.items() if name not in names}
+    assert parse_model_config(Fields("config.json", others | published)) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types: must be a list of 3"),
+        ("granite_hybrid", {"mamba_n_heads": 7}, "mamba_n_heads: 7 heads of 16 are not the 128"),
+        ("granite_hybrid", {"mamba_n_groups": 3}, "mamba_n_groups: 3 does not divide the 8 heads"),
+        ("granite_hybrid", {"time_step_limit": [1.0, 0.5]}, "time_step_limit: must be ascending"),
+        ("granite_hybrid", {"time_step_limit": "all"}, "time_step_limit: must be two numbers"),
+        (
+            "granite_hybrid",
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type: 'alibi'",
+        ),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act: 'silu' is not supported"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act: 'gelu' is not supported"),
+        ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, "layers_block_type: must be a list"),
+        ("nemotron_3", {"n_group": 4}, "n_group: 4 does not divide the 6 experts"),
+    ],
+)
+def test_wrong_fields_are_named(
+    tmp_path: Path, family: str, change: dict[str, Any], problem: str
+) -> None:
+    fields = json.loads((make_tiny_model(tmp_path, family) / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=f"^config.json: {problem}"):
+        parse_model_config(Fields("config.json", fields | change))
+
+
+def test_channels_that_ranks_cannot_split_are_refused(tmp_path: Path) -> None:
+    config = load_model_config(make_tiny_model(tmp_path, "lfm2"))  # 256 channels, in runs of 64
+    check_config_split(config, 4)
+    with pytest.raises(ValueError, match="tp: 8 does not divide"):
+        check_config_split(config, 8)
