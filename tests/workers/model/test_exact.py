@@ -11,6 +11,20 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
+from tandem.tests.workers.model.engine_runs import (
+    DRAFTS,
+    PROMPT,
+    Answer,
+    RecordedEngine,
+    few_tokens,
+    move,
+    resumed_turns,
+    rows_that_differ,
+    run_turn,
+)
+from tandem.tests.workers.model.engine_runs import (
+    NUM_TOKENS as ANSWER_TOKENS,
+)
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.runner import ModelRunner
@@ -55,7 +69,7 @@ def logits_by_position(
     return found
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", [*DENSE, "gemma3"])
 @pytest.mark.parametrize(("num_mates", "head_dim"), [(0, 32), (3, 32), (20, 32), (3, 44)])
 def test_logits_depend_on_the_tokens_alone(
     family: str, num_mates: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,3 +100,93 @@ def test_another_order_of_accumulation_is_seen(
     whole = logits_by_position(plain, [0, NUM_TOKENS], 0, monkeypatch)
     assert not torch.equal(whole[NUM_TOKENS], decoded[NUM_TOKENS])
     assert torch.allclose(whole[NUM_TOKENS].float(), decoded[NUM_TOKENS].float(), atol=0.5)
+
+
+# Prompts of Gemma 3 that are longer than four windows of 24 tokens, in blocks of 8 and 4 tokens.
+# Few tokens are sampled, so that n-grams repeat and drafts are accepted.
+SAMPLING = few_tokens(*range(3, 9))
+TURNS = (
+    "end of the prompt",
+    "replay after a loss",
+    "regular",
+    "divergence",
+    "newest of the answer",
+)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma")
+    return make_tiny_model(folder, "gemma3", hidden_size=256, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def windows(gemma: Path) -> ModelRunner:
+    return load_windows(gemma)
+
+
+def load_windows(folder: Path) -> ModelRunner:
+    runner = load(folder, dtype="bfloat16", block_size=4, num_blocks=400)
+    assert [(each.window, each.block_size) for each in runner.kv.tables] == [(None, 8), (24, 4)]
+    return runner
+
+
+def alone(runner: ModelRunner, tokens: tuple[int, ...]) -> Answer:
+    """The answer to a prompt that is computed in one chunk without a cache."""
+    engine = RecordedEngine(runner, chunk_tokens=256, prefix_caching=False)
+    return engine.ask(1, tokens, ANSWER_TOKENS, sampling=SAMPLING)
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_resume_point_gives_the_logits_of_the_whole_prompt(
+    windows: ModelRunner, name: str, overlap: bool
+) -> None:
+    answer = alone(windows, PROMPT).tokens
+    turn = resumed_turns(answer, alignment=8, spacing=48)[name]
+    expected = alone(windows, turn.last)
+    for num_mates, drafts in ((0, None), (3, None), (3, DRAFTS)):
+        engine = RecordedEngine(windows, overlap=overlap, speculative=drafts)
+        found = run_turn(engine, turn, num_mates, sampling=SAMPLING)
+        assert (found.num_cached, found.tokens) == (turn.num_cached, expected.tokens)
+        assert rows_that_differ(found, expected) == []
+        if drafts:
+            requests = engine.engine.requests
+            assert 0 < requests.num_accepted_tokens < requests.num_draft_tokens
+
+
+@pytest.mark.parametrize("drafts", [None, DRAFTS])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_suspended_sequence_continues_with_the_same_logits(
+    gemma: Path, windows: ModelRunner, overlap: bool, drafts: object
+) -> None:
+    """From one worker to another and back, where its prompt is cached."""
+    expected = alone(windows, PROMPT)
+    runners = windows, load_windows(gemma)
+    engines = [
+        RecordedEngine(runner, overlap=overlap, speculative=drafts, chunk_tokens=chunk_tokens)
+        for runner, chunk_tokens in zip(runners, (64, 40), strict=True)
+    ]
+    source, target = engines
+    source.submit(1, PROMPT, ANSWER_TOKENS, sampling=SAMPLING)
+    for number in (2, 3):
+        source.submit(number, prompt(50, number), 90, sampling=SAMPLING)
+        target.submit(number, prompt(60, number), 90, sampling=SAMPLING)
+    tokens: list[int] = []
+    for _ in range(2):
+        num_known = len(tokens)
+        while len(source.answers[1].tokens) < 8:
+            source.step()
+            target.step()
+        assert source.engine.suspend(1)
+        while 1 not in source.suspended:
+            source.step()
+        tokens += source.answers[1].tokens
+        assert len(tokens) - num_known < 20
+        move(source, target, 1, ANSWER_TOKENS - len(tokens))
+        source, target = target, source
+    tokens += source.run()[1].tokens
+    assert source.answers[1].num_cached >= 104, "the first worker still has the prompt's blocks"
+    assert tokens == expected.tokens
+    for engine in engines:
+        assert rows_that_differ(engine.run()[1], expected) == []

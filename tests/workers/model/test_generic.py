@@ -14,7 +14,20 @@ from tandem.tests.decoders_page import PAGE, head
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder, tiny_config
 from tandem.tests.workers.model import decoder_checks as checks
-from tandem.tests.workers.model.helpers import load, mixed_steps, recorded_logits, reference
+from tandem.tests.workers.model.engine_runs import (
+    NUM_TOKENS,
+    PROMPT,
+    RecordedEngine,
+    resumed_turns,
+    run_turn,
+)
+from tandem.tests.workers.model.helpers import (
+    load,
+    mixed_steps,
+    recorded_logits,
+    reference,
+    reference_greedy,
+)
 from tandem.workers.kv_cache.layout import LayerGeometry
 from tandem.workers.model.config import CheckpointError, read_fields, text_model_of
 from tandem.workers.model.footprint import (
@@ -121,6 +134,27 @@ def test_layers_that_read_another_layers_cache_keep_none(tmp_path: Path, kind: s
             for each in (whole, own)
         )
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "alignment", "spacing"), [("gemma3_text", 4, 24), ("gemma4_text", 16, 16)]
+)
+def test_resume_points_give_what_transformers_gives(
+    tmp_path: Path, kind: str, alignment: int, spacing: int
+) -> None:
+    """Prompts of more than four windows, which continue from each kind of resume point."""
+    if kind not in DECODERS:
+        pytest.skip("not in this transformers")
+    folder = make_tiny_decoder(tmp_path, kind)
+    model = reference(folder)
+    runner = load(folder, model_impl="transformers", block_size=4, num_blocks=400)
+    answer = reference_greedy(model, PROMPT, NUM_TOKENS)
+    for turn in resumed_turns(answer, alignment=alignment, spacing=spacing).values():
+        found = run_turn(RecordedEngine(runner), turn, num_mates=2)
+        expected = reference_greedy(model, turn.last, NUM_TOKENS)
+        assert found.tokens == expected
+        # The windows of two points may have all blocks of one between them.
+        assert turn.num_cached <= found.num_cached < len(turn.last)
 
 
 @pytest.mark.skipif("flint" not in DECODERS, reason="the page is of a newer transformers")
