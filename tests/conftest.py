@@ -195,8 +195,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(gc.unfreeze)
     profile = "quick" if config.getoption("--quick") else "every"
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or profile)
-    if config.getoption("--quick"):
-        return
+    if config.getoption("--quick") or config.getoption("numprocesses", None):
+        return  # a process that runs no test itself starts those that do
     import torch  # a second that the quick tier does not pay
 
     if not torch.cuda.is_available():

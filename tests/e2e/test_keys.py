@@ -132,8 +132,7 @@ def test_the_first_paint_is_measured(page: Any) -> None:
     print(paint_times(page))
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
 def test_every_view_under_load(
     opened: Any, service: Any, keys: dict[str, str], theme: str, width: int
 ) -> None:

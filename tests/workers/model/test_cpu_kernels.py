@@ -415,12 +415,10 @@ def test_they_compile_without_a_warning() -> None:
     """
     folder = Path(cpu.__file__).parent
     flags = [*build._FLAGS, f"-I{folder}", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    others = (
-        ("x86-64-v2", "x86-64-v3", "cooperlake", "sapphirerapids")
-        if platform.machine() == "x86_64"
-        else ()
-    )
-    for march in ("native", *others):
+    kinds = ("native",)
+    if platform.machine() == "x86_64":
+        kinds = ("x86-64-v2", "x86-64-v3", "cooperlake", "sapphirerapids")
+    for march in kinds:
         for source in folder.rglob("*.c"):
             command = ["cc", *flags, f"-march={march}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -13,11 +13,18 @@ from tandem.tests.workers.model.helpers import Driver, load, recorded_logits
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.kv_cache.layout import QUANTIZED
+from tandem.workers.model import loader
 from tandem.workers.model.runner import ModelRunner
 
 LENGTHS = (16, 40, 130, 300)
 NUM_TOKENS = 5
 WINDOW, NUM_SCORED = 1000, 2000  # tokens of which perplexity is computed
+
+
+@pytest.fixture(autouse=True)
+def in_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out a second for each of nine models; see demo_model.rank."""
+    monkeypatch.setattr(loader, "use_huge_pages", lambda tensors: None)
 
 
 def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
