@@ -167,7 +167,7 @@ def _cuobjdump(option: str, compiled: Any) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [_CUOBJDUMP, option, file.name]
+        command = [str(_CUOBJDUMP), option, file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     cache.put(done.stdout, name, binary=False)
     return done.stdout

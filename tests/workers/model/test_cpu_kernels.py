@@ -415,7 +415,7 @@ def test_they_compile_without_a_warning() -> None:
     """
     folder = Path(cpu.__file__).parent
     flags = [*build._FLAGS, f"-I{folder}", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    kinds = ("native",)
+    kinds: tuple[str, ...] = ("native",)
     if platform.machine() == "x86_64":
         kinds = ("x86-64-v2", "x86-64-v3", "cooperlake", "sapphirerapids")
     for march in kinds:
