@@ -189,6 +189,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
+    ("nemotron_h", {"time_step_min": 0.05}),
     ("nemotron_3", {"moe_latent_size": 32, "mlp_bias": True, "n_group": 2, "topk_group": 1}),
 ]
 
@@ -197,14 +198,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_every_option_of_config_json_counts(
     tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole and over two ranks."""
+    """Whole and over two ranks, in a chunk and in single tokens."""
     folder = make_tiny_model(tmp_path, family, **overrides)
     ids = prompt(NUM_TOKENS, seed=9)
     expected = reference_logits(reference(folder), ids)[-1]
 
     def work(runner: ModelRunner) -> None:
         driver = Driver(runner)
-        driver.run(driver.step(1, ids, 0))
+        driver.run(driver.step(1, ids[:-5], 0, num_samples=0))
+        for start in range(len(ids) - 5, len(ids)):
+            last = start + 1 == len(ids)
+            driver.run(driver.step(1, ids[start : start + 1], start, num_samples=int(last)))
 
     with recorded_logits(monkeypatch) as logits:
         work(load(folder))
