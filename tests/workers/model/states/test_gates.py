@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.kernels.c import cpu, gates
 from tandem.workers.model.kernels.c.calls import Recorder
-from tandem.workers.model.layers.norm import GatedRMSNorm
+from tandem.workers.model.layers.norm import GatedRMSNorm, SharedGatedRMSNorm
 from tandem.workers.model.layers.scaling import sigmoid_gated
 from tandem.workers.model.module import WeightSlice
+from tandem.workers.model.parallel import TensorParallel
 from tandem.workers.model.states import mixers, reference
 
 ROWS = 300
@@ -50,12 +51,36 @@ def norm(dtype: torch.dtype, *, heads: int, gate_first: bool) -> Compute:
     return lambda x, y: (made(x, y),)
 
 
-CASES: dict[str, Callable[[torch.dtype], Compute]] = {
+def shared_norm(dtype: torch.dtype) -> Compute:
+    """The norm of one group of all heads, which ranks may share."""
+    shape = (HEADS * DIM,)
+    weight = WeightSlice("norm", shape)
+    made = SharedGatedRMSNorm(weight, DIM, HEADS * DIM, 1e-5, dtype, TensorParallel())
+    made.weight.data = noise(*shape, seed=2).to(dtype)
+    made.process_after_load()
+    return lambda x, y: (made(x, y),)
+
+
+def scores(dtype: torch.dtype) -> Compute:
+    """The scores of 37 experts."""
+    weight = noise(37, HEADS * DIM, seed=9) / 20
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x.flatten(1)
+        if cpu.usable(rows):
+            return (gates.sigmoid_scores(rows, weight),)
+        return ((rows.float() @ weight.T).sigmoid(),)
+
+    return compute
+
+
+RECORDED: dict[str, Callable[[torch.dtype], Compute]] = {
     "delta gates": delta_gates,
     "sigmoid": sigmoid,
     "norm, then gate": partial(norm, heads=1, gate_first=False),
     "gate, then norm of each head": partial(norm, heads=HEADS, gate_first=True),
 }
+CASES = RECORDED | {"gate, then norm of shared heads": shared_norm, "scores of experts": scores}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,7 +109,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(name: str, dtype: torch.d
             assert torch.equal(one, other[first:end])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RECORDED)
 def test_they_are_recorded(name: str) -> None:
     dtype = torch.bfloat16
     compute = CASES[name](dtype)
