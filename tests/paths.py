@@ -88,7 +88,7 @@ workers.transfer.shard_stream:ShardStream._receive
 workers.transfer.frames:decode
 workers.transfer.shared_memory:SharedMemoryConnector.fetch < ShardStream._collect
 workers.transfer.shard_stream:ShardWriter.write < ShardStream._collect
-workers.model.kv_store:PagedKv.write
+workers.model.kv.store:PagedKv.write
 workers.transfer.shard_stream:ShardWriter.finish < ShardStream._transfer
 workers.transfer.receiver:_merge < KvReceiver._pull
 workers.serve.request_manager:RequestManager._fetched < RequestManager.submit

@@ -60,13 +60,9 @@ ARROWS: dict[str, set[str]] = {
             "workers: host kv_cache",
             "workers.model: device kernels.c",
         ),
-        "workers.model.kv_store": (
-            "workers: host kv_cache",
-            "workers.model: config device footprint kernels kernels.c kv",
-        ),
         "workers.model.attention": (
             "workers.kv_cache",
-            "workers.model: device kernels kernels.c kernels.triton kv kv_store",
+            "workers.model: device kernels kernels.c kernels.triton kv",
         ),
         "workers.model.models": (
             "workers: engine kv_cache",

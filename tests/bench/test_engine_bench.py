@@ -34,7 +34,7 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.config import Fields
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.loader import build_model, load_weights, open_checkpoint
 from tandem.workers.model.module import WeightSlice
 from tandem.workers.model.registry import parse_model_config

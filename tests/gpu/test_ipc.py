@@ -14,7 +14,7 @@ import torch
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import LAYOUT
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

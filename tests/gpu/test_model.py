@@ -25,7 +25,7 @@ from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
 from tandem.workers.tp.rank import RankConfig, load_rank

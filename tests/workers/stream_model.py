@@ -16,7 +16,7 @@ import torch
 
 from tandem.workers.host.streams import BlockOrder, Ints
 from tandem.workers.model.kv.gpu import GpuKv
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 
 Clock = dict[int, int]
 """How much of each stream comes before: the number of its last operation, by the stream's number.

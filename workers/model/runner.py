@@ -25,7 +25,6 @@ from ..engine.plan import (
     SequenceStep,
     StepPlan,
 )
-from ..engine.warmup import StepLimits, largest_steps, typical_steps
 from . import kernels
 from .adapter import AdapterTable
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
@@ -34,7 +33,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .device import DTYPES, copy_to_device
 from .kv.states import StateStore
-from .kv_store import HostBlocks, PagedKv
+from .kv.store import HostBlocks, PagedKv
 from .layers.rows import EmbeddingRows, SequenceRows
 from .loader import LoadedModel, load_model
 from .models.family import CausalLM
@@ -46,6 +45,7 @@ from .sampling.grammar_cache import GrammarCache
 from .sampling.logprobs import compute_prompt_logprobs
 from .sampling.sampler import Sampler
 from .states.steps import StateStep, StateSteps, StepStates
+from .warmup import StepLimits, largest_steps, typical_steps
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs

@@ -14,11 +14,11 @@ from typing import Final, Protocol
 import torch
 
 from ..engine.block_table import NUM_STATES
-from ..engine.warmup import StepLimits
 from ..host.memory import total_memory
 from ..model.footprint import CacheBytes, CacheCounts, MemoryUse, gib, memory_budget
 from ..model.parallel import Group
 from ..model.runner import ModelRunner
+from ..model.warmup import StepLimits
 
 # The default on CPUs is at most this. All pages are taken when a worker starts, at about 2 GiB a
 # second, and a crashed worker should be back soon.

@@ -14,7 +14,6 @@ from ...proto.metrics import NULL_METRICS, Metrics
 from ..engine.block_table import NUM_STATES
 from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
-from ..engine.warmup import StepLimits
 from ..host.threads import available_cores, let_others_first
 from ..kv_cache.store import KvStore
 from ..model.checkpoint import Checkpoint
@@ -31,6 +30,7 @@ from ..model.footprint import (
 from ..model.kernels.c import cpu
 from ..model.loader import LoadedModel, load_model, open_checkpoint
 from ..model.runner import ModelRunner
+from ..model.warmup import StepLimits
 from ..transfer.connector import TransferContext
 from .adapters import LoadOnRank, adapter_loader
 from .draft_model import DraftingExecutor

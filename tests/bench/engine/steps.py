@@ -29,7 +29,7 @@ from tandem.workers.model.attention.quantized_cache import quantize
 from tandem.workers.model.config import ModelConfig
 from tandem.workers.model.device import DTYPES
 from tandem.workers.model.footprint import state_tokens
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.loader import ReadWeight, build_model, load_weights
 from tandem.workers.model.runner import ModelRunner
 

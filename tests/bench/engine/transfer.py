@@ -31,7 +31,7 @@ from tandem.workers.host.malloc import keep_freed_memory
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
 from tandem.workers.model.device import enter_device
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.endpoint import KvEndpoint, add_bytes_method
 from tandem.workers.transfer.frames import FRAME_BYTES

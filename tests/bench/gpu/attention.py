@@ -15,7 +15,7 @@ from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.attention.backend import SequenceSpan
 from tandem.workers.model.attention.triton_backend import TritonAttentionBackend
 from tandem.workers.model.kernels.triton import chunk, decode
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 
 _TILES: Final = [
     {"KEYS": keys, "num_stages": stages, "num_warps": warps}

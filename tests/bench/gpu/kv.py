@@ -14,7 +14,7 @@ from tandem.tests.bench.gpu.bench import NEEDS_GPU, Bench, Stopwatch
 from tandem.tests.workers.spans import span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.tp.process_group import TpGroup
 from tandem.workers.transfer.registry import find_connector
 

@@ -18,7 +18,7 @@ from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, Sequ
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.config import RopeConfig
 from tandem.workers.model.kernels.c import build, cpu
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.layers.norm import RMSNorm
 from tandem.workers.model.layers.rotary import RotaryEmbedding, apply_rotary
 from tandem.workers.model.quant.integer import BITS, restore_weight, round_weight

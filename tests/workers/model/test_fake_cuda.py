@@ -15,11 +15,12 @@ from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
 from tandem.tests.workers.spans import as_table, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
-from tandem.workers.model import adapter, graphs, kv_store
+from tandem.workers.model import adapter, graphs
 from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.kernels.triton.elementwise import rms_norm
-from tandem.workers.model.kv_store import HostBlocks, PagedKv
+from tandem.workers.model.kv import store as kv_store
+from tandem.workers.model.kv.store import HostBlocks, PagedKv
 from tandem.workers.model.layers.experts import RoutedExperts
 from tandem.workers.model.layers.linear import RowParallelLinear
 from tandem.workers.model.loader import build_model, load_weights, rank_weight_bytes

@@ -27,11 +27,11 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StepPlan,
 )
-from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.model import graphs, kernels
 from tandem.workers.model.attention import triton_backend
 from tandem.workers.model.kernels.triton import elementwise as gpu
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.warmup import StepLimits
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself"

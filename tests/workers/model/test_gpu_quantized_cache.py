@@ -24,7 +24,7 @@ from tandem.workers.model.attention.triton_backend import TritonAttentionBackend
 from tandem.workers.model.kernels.triton import elementwise
 from tandem.workers.model.kernels.triton.attention import Scales
 from tandem.workers.model.kv.gpu import split_scales
-from tandem.workers.model.kv_store import ITEMS, PagedKv
+from tandem.workers.model.kv.store import ITEMS, PagedKv
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu compares the GPU itself with the CPU"

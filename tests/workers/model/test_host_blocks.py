@@ -19,7 +19,7 @@ from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.kernels.c import cpu
-from tandem.workers.model.kv_store import HostBlocks, PagedKv
+from tandem.workers.model.kv.store import HostBlocks, PagedKv
 from tandem.workers.model.runner import ModelRunner
 
 LAYERS = tuple(

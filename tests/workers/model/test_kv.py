@@ -10,9 +10,9 @@ import torch
 from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model import kv_store as module
 from tandem.workers.model.kv import host
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv import store as module
+from tandem.workers.model.kv.store import PagedKv
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 

@@ -13,7 +13,7 @@ from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.attention.triton_backend import TritonAttentionBackend
 from tandem.workers.model.generic.latent import LatentHeads
 from tandem.workers.model.kernels.c import cpu
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -15,7 +15,7 @@ from tandem.workers.model.attention.backend import AttentionBackend, AttentionOp
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.attention.triton_backend import TritonAttentionBackend
 from tandem.workers.model.kernels.c.calls import Recorder
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 
 CPU = torch.device("cpu")
 LAYERS = (

@@ -26,7 +26,7 @@ from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, Sequ
 from tandem.workers.model.attention.quantized_cache import dequantize, quantize
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.kernels.c import cpu
-from tandem.workers.model.kv_store import ITEMS, PagedKv
+from tandem.workers.model.kv.store import ITEMS, PagedKv
 from tandem.workers.model.runner import ModelRunner
 
 CPU = torch.device("cpu")

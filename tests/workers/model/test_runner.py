@@ -11,13 +11,13 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
-from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.device import enter_device
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.filters import has_filter
+from tandem.workers.model.warmup import StepLimits
 from tandem.workers.tp.rank import RankConfig, enter_engine_thread
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=2**64 - 1)

@@ -11,7 +11,7 @@ from tandem.tests.workers.spans import span as token_span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry, StatePart
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.states import StateStore
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 
 ATTENTION = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=8)
 MIXER = LayerGeometry(

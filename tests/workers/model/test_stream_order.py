@@ -32,7 +32,7 @@ from tandem.workers.host.streams import Ints
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.store import Completed
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model.kv_store import HostBlocks, PagedKv
+from tandem.workers.model.kv.store import HostBlocks, PagedKv
 from tandem.workers.model.runner import ModelRunner
 
 NUM_BLOCKS: Final = 8

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.tests.workers.model.fake_cuda import Watch, fake_cuda, real
 from tandem.tests.workers.model.test_fake_cuda import config_of, record
-from tandem.workers.engine.warmup import StepLimits
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model import graphs
 from tandem.workers.model.footprint import CacheBytes, kv_layout
 from tandem.workers.model.loader import LoadedModel, build_model, load_weights
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.warmup import StepLimits
 from tandem.workers.tp import memory
 from tandem.workers.tp.memory import CacheSize, gpu_blocks, host_counts, measure
 

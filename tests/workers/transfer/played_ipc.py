@@ -15,7 +15,7 @@ from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model import kv_store
 from tandem.workers.model.kv.gpu import GpuKv
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import shared_memory
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.shared_memory import IpcConnector

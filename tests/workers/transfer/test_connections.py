@@ -29,7 +29,7 @@ from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, place
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import connections
 from tandem.workers.transfer.collective import CollectiveConnector
 from tandem.workers.transfer.connections import Connection

@@ -18,7 +18,7 @@ from tandem.workers.host.streams import DeviceData, device_checksum
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 
 
 @pytest.fixture

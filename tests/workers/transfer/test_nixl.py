@@ -29,7 +29,7 @@ from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, lay
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import nixl, nixl_agent
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.endpoint import KvEndpoint

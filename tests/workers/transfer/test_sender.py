@@ -17,7 +17,7 @@ from tandem.tests.workers.transfer.played import EPOCH, LAYOUT, one_table, sende
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import sender
 from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import (

@@ -16,7 +16,7 @@ from tandem.tests.workers.transfer.played import one_table
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import Piece
 from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
 from tandem.workers.transfer.sender import plan_frames

@@ -34,7 +34,7 @@ from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import leases, shared_memory
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import (

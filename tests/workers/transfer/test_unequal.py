@@ -28,7 +28,7 @@ from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
 from tandem.workers.kv_cache.sharding import kv_heads
 from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks, plan_tables, spec_of
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import nixl_agent
 from tandem.workers.transfer.connector import KvConnector, TransferContext
 from tandem.workers.transfer.frames import Ack, Open, Pull, TransferError, TransferKey

@@ -9,7 +9,7 @@ import torch
 
 from ...kv_cache.layout import SCALE_BYTES
 
-# The largest number by the dtype of the cache's rows; see `kv_store.ITEMS`.
+# The largest number by the dtype of the cache's rows; see `kv.store.ITEMS`.
 _LARGEST: Final = {torch.int8: 127, torch.uint8: 448}
 _TINY: Final = 2.0**-119  # the inverse of a smaller number could be infinite
 

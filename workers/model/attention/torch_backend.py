@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ...kv_cache.layout import LayerGeometry
 from ..kernels.c import cpu
-from ..kv_store import PagedKv
+from ..kv.store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 from .native_tables import NativeTables
 from .quantized_cache import dequantize, quantize

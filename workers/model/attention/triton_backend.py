@@ -24,7 +24,7 @@ from ..kernels.triton.decode import (
 )
 from ..kernels.triton.elementwise import store_kv
 from ..kv.gpu import split_scales
-from ..kv_store import PagedKv
+from ..kv.store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 
 # The tokens of a captured step's sequences together, as a multiple of the tokens in the KV cache:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ...proto.limits import MAX_LOGPROBS
+from ..engine.config import default_chunk_tokens
+from ..engine.plan import SamplingParams, SequenceStep, StatePlan, StepPlan
 from ..kv_cache.tables import TableBlocks, TableSpec
-from .config import default_chunk_tokens
-from .plan import SamplingParams, SequenceStep, StatePlan, StepPlan
 
 _TYPICAL: Final = (
     SamplingParams(temperature=0.0),

@@ -11,18 +11,18 @@ from typing import Final
 import numpy as np
 import torch
 
-from ..host.cuda_ipc import export_memory, open_memory
-from ..host.memory import available_memory
-from ..host.pinned import pinned_memory, unpin
-from ..host.streams import BlockOrder, DeviceData
-from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.memory import KvMemory, plan_memory
-from ..kv_cache.store import Completed, KvRead, slots_of
-from ..kv_cache.tables import TableBlocks, table_of
-from .device import FP8_GPUS, can_compute_fp8, indices
-from .kv.gpu import GpuKv
-from .kv.host import HostKv
-from .kv.states import StateStore
+from ...host.cuda_ipc import export_memory, open_memory
+from ...host.memory import available_memory
+from ...host.pinned import pinned_memory, unpin
+from ...host.streams import BlockOrder, DeviceData
+from ...kv_cache.layout import KvLayout, KvSpan
+from ...kv_cache.memory import KvMemory, plan_memory
+from ...kv_cache.store import Completed, KvRead, slots_of
+from ...kv_cache.tables import TableBlocks, table_of
+from ..device import FP8_GPUS, can_compute_fp8, indices
+from .gpu import GpuKv
+from .host import HostKv
+from .states import StateStore
 
 ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
 """The dtypes of a quantized cache's tensors.
