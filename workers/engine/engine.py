@@ -274,7 +274,7 @@ class Engine:
         """
         changes = self.requests.pool.take_changes()
         if self.config.num_states:
-            return self.requests.states.take_changes()
+            return self.requests.states.pool.take_changes()
         if len(self.config.tables) == 1:
             return changes
         stored, evicted = (

@@ -13,7 +13,6 @@ from itertools import islice
 from ..kv_cache.tables import TableBlocks
 from .block_pool import BlockPool, BlockState
 from .block_table import (
-    NUM_STATES,
     SequenceTable,
     StateSlots,
     TableNeed,
@@ -21,9 +20,10 @@ from .block_table import (
     window_first,
 )
 from .config import EngineConfig
-from .plan import FirstTokens, StatePlan
+from .plan import FirstTokens
 from .resume import Hit, LeasedPrefix, ResumePoints
 from .sequence import Search, Sequence, SequenceSpec, State, Task
+from .states import SequenceStates
 
 
 class RequestTable:
@@ -33,10 +33,8 @@ class RequestTable:
         self.config = config
         self.clock = clock
         self.pool = BlockPool(config.num_blocks, config.num_host_blocks)
-        self.states = BlockPool(config.num_states, config.num_host_states)
-        # Slots that the steps of the next plan read, and the sequences that read them.
-        self.read_states: list[tuple[Sequence, int]] = []
         self.resume = ResumePoints(config)
+        self.states = SequenceStates(config, self.resume.alignment)
         self.limits = config.table_limits
         self.sequences: dict[int, Sequence] = {}
         # By the ids of the submitted specs; their beams may have other ids.
@@ -54,7 +52,6 @@ class RequestTable:
         self.num_leased = 0
         # Leases of blocks that are being copied elsewhere, see `lease_cached`.
         self.copied = Counter[int]()
-        self.copied_states = Counter[int]()
         self.num_draft_tokens = 0  # since the start
         self.num_accepted_tokens = 0  # since the start
         self.num_loaded_tokens = 0  # since the start
@@ -100,7 +97,7 @@ class RequestTable:
         spec = sequence.spec
         fetched = len(spec.tokens) if spec.task is Task.DECODE else None
         return self.resume.longest(
-            self.cacheable(sequence), self.pool.has, self.states.has, fetched=fetched
+            self.cacheable(sequence), self.pool.has, self.states.pool.has, fetched=fetched
         )
 
     def cacheable(self, sequence: Sequence) -> list[bytes]:
@@ -142,165 +139,18 @@ class RequestTable:
             alone + (sequence.num_branches - 1) * further, self.config.num_blocks - num_shared
         )
 
-    def num_admission_states(self, sequence: Sequence, hit: Hit) -> int:
-        """Returns the number of slots that a sequence reserves at admission, without a shared one.
-
-        A PREFILL has a third, to which only its last step writes.
-        """
-        if not self.config.num_states:
-            return 0
-        block = None if hit.state is None else self.states.block_of(hit.state)
-        is_loaded = hit.state is not None and block is None
-        wanted = NUM_STATES * sequence.num_branches + (sequence.spec.task is Task.PREFILL)
-        return min(wanted + is_loaded, self.config.num_states - (block is not None))
-
-    def _admit_states(self, sequence: Sequence, hit: Hit) -> None:
-        slots = sequence.slots
-        count = self.num_admission_states(sequence, hit)
-        if hit.state is not None and (slot := self.states.block_of(hit.state)) is not None:
-            self.states.share([slot])
-            slots.current = slot
-        elif hit.state is not None:
-            self.states.host.pin([hit.state])
-        slots.free = self.states.reserve(count)
-        if hit.state is not None and slots.current is None:
-            self.states.load([self._claim_state(sequence)], [hit.state])
-        if sequence.spec.task is Task.DECODE and count:
-            self._claim_state(sequence)
-        elif sequence.spec.task is Task.PREFILL and count:
-            slots.final = slots.free.pop()
-
-    def _claim_state(self, sequence: Sequence) -> int:
-        """Makes the first free slot the current one, for an import to write to; returns it."""
-        slot = sequence.slots.free.pop(0)
-        self.states.claim([slot])
-        sequence.slots.current = slot
-        return slot
-
-    def prepare_state(self, sequence: Sequence, count: int = 1) -> int:
-        """Reserves up to `count` slots for a sequence's next step; returns the number it has."""
-        free = sequence.slots.free
-        free += self.states.reserve(min(max(count - len(free), 0), self.states.num_available))
-        return len(free)
-
-    def plan_state(self, sequence: Sequence, count: int, num_draft: int) -> StatePlan:
-        """Plans the slots of a step of `count` tokens and a draft after them."""
-        slots = sequence.slots
-        start = sequence.num_scheduled
-        end = start + count
-        source = slots.current
-        if num_draft:
-            taken = [slots.free.pop(0) for _ in range(num_draft + 1)]
-            self.states.claim(taken)
-            slots.draft = [(end + index, slot) for index, slot in enumerate(taken)]
-            return StatePlan(source, tuple((p - start, slot) for p, slot in slots.draft))
-        targets: list[tuple[int, int]] = []
-        for position in self._checkpoints(sequence, start, end):
-            (slot,) = self.states.reserve(1)
-            self.states.claim([slot])
-            slots.points.append((position, slot))
-            targets.append((position - start, slot))
-        if slots.final is not None and end >= len(sequence.spec.tokens):
-            last, slots.final = slots.final, None
-        else:
-            last = slots.free.pop(0)
-        self.states.claim([last])
-        if self._begin_point(sequence, end):
-            self.states.share([last])
-            slots.points.append((end, last))
-        slots.current = last
-        if source is not None:
-            self.read_states.append((sequence, source))
-        return StatePlan(source, (*targets, (count, last)))
-
-    def _checkpoints(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """Returns the resume points within a chunk for which slots are available."""
-        if not self.config.budgets.prefix_caching:
-            return []
-        found = [position for position in sequence.points if start < position < end]
-        return found[max(len(found) - self.states.num_available, 0) :]
-
-    def _begin_point(self, sequence: Sequence, position: int) -> bool:
-        """Returns True if the state at a position is to be published, and makes room for it.
-
-        Decoding leaves its newest point in place of the one before, which is forgotten here, and
-        only in a free slot.
-        """
-        if not self.config.budgets.prefix_caching:
-            return False
-        if position <= len(sequence.spec.tokens):
-            return position in sequence.points
-        if position % self.resume.alignment:
-            return False
-        self._forget_newest(sequence)
-        return self.states.count(BlockState.FREE) > 0
-
-    def _forget_newest(self, sequence: Sequence) -> None:
-        name = sequence.slots.newest
-        slot = None if name is None else self.states.block_of(name)
-        if slot is not None and self.states.holders(slot) == (0, 0):
-            self.states.share([slot])
-            self.states.forget(slot)
-            self.states.release([slot])
-        sequence.slots.newest = None
-
-    def release_read_states(self) -> None:
-        """Releases the slots that the steps of a plan read, after all admissions of the plan.
-
-        An import writes at once, before the plan's steps. Each sequence gets a slot in exchange.
-        """
-        for sequence, slot in self.read_states:
-            self.states.release([slot])
-            if sequence.state is State.RUNNING and not sequence.slots.free:
-                self.prepare_state(sequence)
-        self.read_states.clear()
-
-    def publish_states(self, sequence: Sequence) -> None:
-        """Publishes the states of resume points that are computed now."""
-        slots = sequence.slots
-        done = [point for point in slots.points if point[0] <= sequence.num_computed]
-        slots.points = slots.points[len(done) :]
-        sequence.extend_chain()
-        for position, slot in done:
-            name = sequence.chain[position // self.config.block_size - 1]
-            self.states.publish(slot, name)
-            self.states.release([slot])
-            if position > len(sequence.spec.tokens):
-                slots.newest = name
-
-    def settle_states(self, sequence: Sequence) -> None:
-        """Makes the state after the last right token of a draft current, and frees the others."""
-        slots = sequence.slots
-        if not slots.draft:
-            return
-        for position, slot in slots.draft:
-            if position == sequence.num_computed:
-                self.states.release(slots.held[:1])
-                slots.current = slot
-            elif position < sequence.num_computed and self._begin_point(sequence, position):
-                slots.points.append((position, slot))
-            else:
-                self.states.release([slot])
-        slots.draft = []
-        self.publish_states(sequence)
-        self.prepare_state(sequence)
-
     def admit(self, sequence: Sequence, hit: Hit) -> None:
         """Admits a queued sequence, which continues from `hit`, and gives it its blocks.
 
         Raises RuntimeError if the pool has too few blocks.
         """
-        shared = [
-            block
-            for _, names in hit.parts
-            for name in names
-            if (block := self.pool.block_of(name)) is not None
-        ]
+        names = [name for _, names in hit.parts for name in names]
+        blocks = [self.pool.block_of(name) for name in names]
+        shared = [block for block in blocks if block is not None]
         self.pool.share(shared)
-        in_host = [
-            name for _, names in hit.parts for name in names if self.pool.block_of(name) is None
-        ]
-        self.pool.host.pin(in_host)
+        self.pool.host.pin(
+            [name for name, block in zip(names, blocks, strict=True) if block is None]
+        )
         reserved = self.pool.reserve(self.num_admission_blocks(sequence, hit, len(shared)))
         sequence.num_loaded = self._take_hit(sequence, hit, reserved)
         self.num_loaded_tokens += sequence.num_loaded
@@ -308,7 +158,7 @@ class RequestTable:
         self._set_needs(sequence, reserved)
         if self._count_ring(sequence) > sum(table.num_ring for table in sequence.tables):
             sequence.importing = ()
-        self._admit_states(sequence, hit)
+        self.states.admit(sequence, hit)
         sequence.points = self.resume.points(len(sequence.spec.tokens), hit)
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
         sequence.started = self.clock()
@@ -421,10 +271,8 @@ class RequestTable:
     def commit_prefix(self, sequence: Sequence, num_tokens: int) -> None:
         """Starts a sequence whose import has brought the KV cache of `num_tokens` more tokens."""
         self._move_tables(sequence, sequence.num_cached + num_tokens)
-        if num_tokens and sequence.slots.free:
-            self.states.release(sequence.slots.held)
-            self._claim_state(sequence)
-            self.prepare_state(sequence)
+        if num_tokens:
+            self.states.import_again(sequence)
         self.start(sequence)
         sequence.started = self.clock()
         sequence.num_cached += num_tokens
@@ -482,9 +330,9 @@ class RequestTable:
         hit = self.resume.longest(
             chain,
             lambda name: self.pool.block_of(name) is not None,
-            lambda name: self.states.block_of(name) is not None,
+            lambda name: self.states.pool.block_of(name) is not None,
         )
-        state = None if hit.state is None else self.states.block_of(hit.state)
+        state = None if hit.state is None else self.states.pool.block_of(hit.state)
         tables = tuple(
             TableBlocks(tuple(self.pool.match(names)), first) for first, names in hit.parts
         )
@@ -497,17 +345,14 @@ class RequestTable:
             return LeasedPrefix()
         self._lease_copied(lease.blocks)
         if state is not None:
-            self.states.share([state])
-            self.states.lease([state])
-            self.copied_states[state] += 1
+            self.states.lease_copied(state)
         return lease
 
     def unlease_prefix(self, lease: LeasedPrefix) -> None:
         """Ends the leases that `lease_prefix` began."""
         self.unlease_cached(lease.blocks)
         if lease.state is not None:
-            self.states.unlease([lease.state])
-            self.copied_states -= Counter([lease.state])
+            self.states.unlease_copied(lease.state)
 
     def _lease_copied(self, blocks: list[int]) -> None:
         self.pool.share(blocks)
@@ -565,7 +410,7 @@ class RequestTable:
             self.pool.release(table.blocks[end:])  # given for drafts
             del table.blocks[end:]
             self.pool.lease(table.blocks)
-        self.states.lease(sequence.slots.held)
+        self.states.pool.lease(sequence.slots.held)
         sequence.move(State.LEASED)
 
     def fork(self, family: list[Sequence], spec: SequenceSpec, num_growth: int) -> None:
@@ -614,14 +459,14 @@ class RequestTable:
         elif sequence.state is State.LEASED:
             self.num_leased -= 1
             self.pool.unlease(sequence.held_blocks)
-            self.states.unlease(sequence.slots.held)
+            self.states.pool.unlease(sequence.slots.held)
         else:
             if sequence.state is State.RUNNING:
                 self._leave_batch(sequence)
             else:
                 self.num_holding -= sequence.num_branches
             self.pool.release(sequence.held_blocks)
-            self.states.release(sequence.slots.held)
+            self.states.pool.release(sequence.slots.held)
             self._unreserve(sequence)
         sequence.tables = []
         sequence.slots = StateSlots()
@@ -656,7 +501,7 @@ class RequestTable:
         blocks = [(each.held_blocks, each.reserved_blocks) for each in everyone]
         _check_pool(self.pool, list(zip(leased, blocks, strict=True)), self.copied)
         slots = [(each.slots.held, each.slots.reserved) for each in everyone]
-        _check_pool(self.states, list(zip(leased, slots, strict=True)), self.copied_states)
+        _check_pool(self.states.pool, list(zip(leased, slots, strict=True)), self.states.copied)
         states = [
             sequence.state
             for sequence in self.sequences.values()
@@ -670,9 +515,7 @@ class RequestTable:
 
     def _unreserve(self, sequence: Sequence) -> None:
         self.pool.unreserve(sequence.reserved_blocks)
-        self.states.unreserve(sequence.slots.reserved)
-        sequence.slots.free = []
-        sequence.slots.final = None
+        self.states.unreserve(sequence)
         sequence.reserved = []
         for table in sequence.tables:
             table.tail = []

@@ -165,7 +165,7 @@ class Scheduler:
     ) -> StepPlan:
         """Returns the plan of these steps, with the copies and drops that come before them."""
         saved, loaded = self.pool.host.take_copies()
-        saved_states, loaded_states = self._requests.states.host.take_copies()
+        saved_states, loaded_states = self._requests.states.pool.host.take_copies()
         plan = StepPlan(
             sequences=tuple(steps),
             dropped=tuple(self._requests.dropped),
@@ -180,7 +180,7 @@ class Scheduler:
         self._requests.dropped.clear()
         # Not before admission: an import writes to its blocks at once.
         self.pool.release([source for source, _ in copies])
-        self._requests.release_read_states()
+        self._requests.states.release_read()
         return plan
 
     def _start_committed(self) -> list[Event]:
@@ -272,9 +272,9 @@ class Scheduler:
         blocks = [self.pool.block_of(name) for _, names in hit.parts for name in names]
         shared = [block for block in blocks if block is not None]
         needed = self._requests.num_admission_blocks(sequence, hit, len(shared))
-        states = self._requests.states
+        states = self._requests.states.pool
         slot = None if hit.state is None else states.block_of(hit.state)
-        num_states = self._requests.num_admission_states(sequence, hit)
+        num_states = self._requests.states.num_admission(sequence, hit)
         if num_states > states.num_available - states.num_evictable([] if slot is None else [slot]):
             return False
         return needed <= self.pool.num_available - self.pool.num_evictable(shared)
@@ -339,7 +339,7 @@ class Scheduler:
         """Returns True if the next step of a sequence has a slot for its state, or needs none."""
         if not self._config.num_states or sequence.slots.free:
             return True
-        return self._requests.prepare_state(sequence) > 0
+        return self._requests.states.prepare(sequence) > 0
 
     def _awaits_token(self, sequence: Sequence) -> bool:
         """Returns True if a sequence skips the step to wait for its pending token.
@@ -384,7 +384,7 @@ class Scheduler:
         """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit."""
         start = sequence.num_tokens
         if self._config.num_states:
-            count = min(count, self._requests.prepare_state(sequence, count + 1) - 1)
+            count = min(count, self._requests.states.prepare(sequence, count + 1) - 1)
         return min(self._requests.extend(sequence, start + count) - start, count)
 
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
@@ -428,7 +428,7 @@ class Scheduler:
                 step, history=tuple(sequence.tokens), num_prompt=sequence.spec.num_prompt
             )
         if self._has_states:
-            state = self._requests.plan_state(sequence, count, len(draft))
+            state = self._requests.states.plan(sequence, count, len(draft))
             step = replace(step, state=state)
         if sequence.scores_prompt and end < sequence.spec.num_prompt:
             step = replace(step, next_prompt_token=sequence.tokens[end])

@@ -42,7 +42,7 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         if sequence.num_computed >= sequence.next_publish:
             table.publish(sequence)
         if sequence.slots.points:
-            table.publish_states(sequence)
+            table.states.publish(sequence)
         if sequence.scores_prompt:
             sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
         if sequence.spec.task is Task.PREFILL:
@@ -66,7 +66,7 @@ def _fail_step(
     """Ends a sequence whose samples are invalid; only drops the draft if the step verified one."""
     if step.num_draft:
         sequence.forgo_drafts()
-        table.settle_states(sequence)
+        table.states.settle(sequence)
         return []
     return [Failed(id=number, reason=reason) for number in table.abort(sequence)]
 
@@ -133,7 +133,7 @@ def _accept_draft(
         tokens = tokens[: reasons.index(finish) + 1]
     sequence.accept(tokens)
     table.publish(sequence)
-    table.settle_states(sequence)
+    table.states.settle(sequence)
     table.num_draft_tokens += step.num_draft
     table.num_accepted_tokens += len(tokens) - 1
     if finish is not None:
@@ -171,10 +171,12 @@ def advance_search(
 
     def new_beam(parent: Sequence) -> Sequence:
         spec = search.member_spec().choice(len(family))
-        family.append(fork.branch(table.pool, table.states, parent, spec, growth))
+        family.append(fork.branch(table.pool, table.states.pool, parent, spec, growth))
         return family[-1]
 
-    search.members, idle = fork.rearrange(table.pool, table.states, search.members, moves, new_beam)
+    search.members, idle = fork.rearrange(
+        table.pool, table.states.pool, search.members, moves, new_beam
+    )
     if is_start:
         table.fork(family, first.spec.choice(0), growth)
     for member in idle:
@@ -188,7 +190,7 @@ def _fork_choices(table: RequestTable, sequence: Sequence, tokens: Items[int]) -
     growth = fork.growth_each(sequence)
     choices = sequence.choices
     others = [
-        fork.branch(table.pool, table.states, sequence, spec.choice(choice), growth)
+        fork.branch(table.pool, table.states.pool, sequence, spec.choice(choice), growth)
         for choice in choices[1:]
     ]
     if choices[0]:

@@ -267,7 +267,7 @@ class Worker:
         self.check()
         pool = self.engine.requests.pool
         if self.config.num_states:
-            pool = self.engine.requests.states
+            pool = self.engine.requests.states.pool
         names = {*pool._block_of, *pool.host._host_block_of}
         if len(self.config.tables) > 1:
             names = {name for name in names if len(name) == DIGEST_BYTES}
@@ -391,7 +391,7 @@ class Worker:
         blocks = self.engine.blocks()
         assert blocks[BlockState.FREE] + blocks[BlockState.CACHED] == self.config.num_blocks, blocks
         requests = self.engine.requests
-        states = requests.states
+        states = requests.states.pool
         assert states.num_available == self.config.num_states
         assert (len(requests.waiting), requests.num_holding, requests.num_leased) == (0, 0, 0)
 
@@ -434,7 +434,7 @@ class Worker:
 
     def _check_plan(self, plan: StepPlan) -> None:
         """Each block that a step reads or writes belongs to its sequence."""
-        pool, states = self.engine.requests.pool, self.engine.requests.states
+        pool, states = self.engine.requests.pool, self.engine.requests.states.pool
         for step in plan.sequences:
             sequence = self.sequences[step.sequence_id]
             if step.state is not None:

@@ -30,6 +30,7 @@ from tandem.workers.engine.events import Admitted, Suspended
 from tandem.workers.engine.plan import StatePlan
 from tandem.workers.engine.request_table import RequestTable
 from tandem.workers.engine.sequence import Sequence, Task
+from tandem.workers.engine.states import SequenceStates
 from tandem.workers.kv_cache.tables import TableSpec
 
 PROMPT = tuple(range(1, 31))
@@ -69,7 +70,7 @@ def test_the_unbroken_build_passes(config: EngineConfig) -> None:
 def test_a_running_sequence_has_two_slots_and_never_writes_in_place() -> None:
     target = Worker(CONFIG)
     target.submit(spec(1, PROMPT, max_tokens=12))
-    states = target.engine.requests.states
+    states = target.engine.requests.states.pool
     num_held: list[int] = []
     while target.engine.has_work:
         target.step()
@@ -109,7 +110,7 @@ def test_a_state_is_found_with_its_blocks_or_not_at_all() -> None:
     target = Worker(CONFIG)
     target.submit(spec(1, PROMPT))
     run(target)
-    states = target.engine.requests.states
+    states = target.engine.requests.states.pool
     states.unreserve(states.reserve(CONFIG.num_states))  # evicts all
     target.cached.clear()
     states.take_changes()
@@ -121,7 +122,7 @@ def test_evicted_states_come_back_from_host_memory() -> None:
     target = Worker(replace(CONFIG, num_host_states=8, num_host_blocks=8))
     target.submit(spec(1, PROMPT))
     run(target)
-    states = target.engine.requests.states
+    states = target.engine.requests.states.pool
     states.unreserve(states.reserve(CONFIG.num_states))
     target.submit(spec(2, PROMPT))
     events = run(target)
@@ -137,7 +138,7 @@ def test_a_leased_prefix_has_its_state() -> None:
     lease = target.engine.lease_prefix(hash_chain(PROMPT, 2))
     assert lease.num_tokens == 28
     assert lease.state is not None
-    assert target.engine.requests.states.holders(lease.state) == (0, 1)
+    assert target.engine.requests.states.pool.holders(lease.state) == (0, 1)
     target.engine.unlease_prefix(lease)
     target.check_idle()
 
@@ -196,48 +197,48 @@ def test_prompts_with_a_common_start_find_it_from_the_third_on() -> None:
 
 
 def test_a_state_written_in_place_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_state = RequestTable.plan_state
+    plan = SequenceStates.plan
 
-    def in_place(table: RequestTable, sequence: Sequence, count: int, draft: int) -> StatePlan:
-        state = plan_state(table, sequence, count, draft)
+    def in_place(states: SequenceStates, sequence: Sequence, count: int, draft: int) -> StatePlan:
+        state = plan(states, sequence, count, draft)
         if state.source is None:
             return state
         return StatePlan(state.source, (*state.targets[:-1], (count + draft, state.source)))
 
-    monkeypatch.setattr(RequestTable, "plan_state", in_place)
+    monkeypatch.setattr(SequenceStates, "plan", in_place)
     with pytest.raises(AssertionError, match="a state is written in place"):
         serve(CONFIG)
 
 
 def test_a_point_that_is_published_a_step_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the name of the position before its own."""
-    publish = RequestTable.publish_states
+    publish = SequenceStates.publish
 
-    def early(table: RequestTable, sequence: Sequence) -> None:
-        step = table.resume.alignment
+    def early(states: SequenceStates, sequence: Sequence) -> None:
+        step = states._alignment
         sequence.slots.points = [
             (max(position - step, step), slot) for position, slot in sequence.slots.points
         ]
-        publish(table, sequence)
+        publish(states, sequence)
 
-    monkeypatch.setattr(RequestTable, "publish_states", early)
+    monkeypatch.setattr(SequenceStates, "publish", early)
     with pytest.raises(RuntimeError, match="a state of another position"):
         serve(CONFIG)
 
 
 def test_a_rollback_that_takes_the_wrong_slot_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = RequestTable.settle_states
+    settle = SequenceStates.settle
 
-    def wrong(table: RequestTable, sequence: Sequence) -> None:
+    def wrong(states: SequenceStates, sequence: Sequence) -> None:
         draft = sequence.slots.draft
         slots = [slot for _, slot in draft]
         rotated = [*slots[1:], *slots[:1]]
         sequence.slots.draft = [
             (position, slot) for (position, _), slot in zip(draft, rotated, strict=True)
         ]
-        settle(table, sequence)
+        settle(states, sequence)
 
-    monkeypatch.setattr(RequestTable, "settle_states", wrong)
+    monkeypatch.setattr(SequenceStates, "settle", wrong)
     with pytest.raises(RuntimeError, match="a state of another position"):
         serve(DRAFTS)
 
