@@ -13,7 +13,7 @@ from tandem.tests.workers.stream_model import Event, StreamModel
 from tandem.workers.host.streams import BlockOrder, DeviceData
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model import kv_store
+from tandem.workers.model.kv import store as kv_store
 from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import shared_memory
