@@ -41,7 +41,7 @@ class SequenceStates:
         return min(wanted + is_loaded, self._config.num_states - (block is not None))
 
     def admit(self, sequence: Sequence, hit: Hit) -> None:
-        """Gives a sequence its slots; the current one is that of `hit`, if it has a state."""
+        """Gives a sequence its slots; it continues from the state of `hit`, if there is one."""
         slots = sequence.slots
         count = self.num_admission(sequence, hit)
         if hit.state is not None and (slot := self.pool.block_of(hit.state)) is not None:

@@ -42,7 +42,7 @@ _KINDS: Final = {
     "mamba": _MAMBA,
     "attention": "full_attention",
 }
-"""Kinds of layers by their names in checkpoints; those of transformers 4 are last."""
+"""Kinds of layers by their names in checkpoints; transformers 4 has the last ones."""
 
 
 class GraniteAttention(LlamaAttention):

@@ -35,7 +35,7 @@ _KINDS: Final = {
     "mamba": _MAMBA,
     "attention": _ATTENTION,
 }
-"""Kinds of layers by their names in checkpoints; those of transformers 4 are last."""
+"""Kinds of layers by their names in checkpoints; transformers 4 has the last ones."""
 _PATTERN: Final = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS}
 """Kinds of layers by their letters in hybrid_override_pattern."""
 
