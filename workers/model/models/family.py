@@ -45,8 +45,8 @@ class CausalLM(Module, ABC):
 
         Tokens of a sequence are adjacent. The output is [num_tokens, hidden], before the last norm.
         Calls `on_layers` between some layers with the number of layers whose KV cache is stored.
-        `rows` replace the embeddings of some tokens. `states` belong to the sequences of the step, if
-        the model keeps states.
+        `rows` replace the embeddings of some tokens. `states` belong to the sequences of the step,
+        if the model keeps states.
         """
 
     @abstractmethod
