@@ -104,6 +104,7 @@ TEXT_MODELS: Final = tuple(
         "Idefics2",
         "Idefics3",
         "InternVL",
+        "Lfm2Vl",
         "LightOnOcr",
         "Llava",
         "LlavaNext",
