@@ -306,6 +306,25 @@ def test_transformers_runs_the_same_model(shape: str, monkeypatch: pytest.Monkey
     assert peer.prefill_seconds(20) > 0
 
 
+def test_of_a_model_with_states_transformers_generate_is_measured() -> None:
+    """Its continuous batching refuses such models."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "vocab_size": 512,
+    }
+    config = AutoConfig.for_model(**(dict(HF_CONFIGS["qwen3.5-0.8b"]) | sizes))
+    peer = TransformersPeer(config, random_weight, dtype=torch.float32, device=CPU)
+    assert peer.prefill_seconds(20) > 0
+    assert peer.decode_seconds(2, 20, 4) > 0
+
+
 @pytest.mark.usefixtures("known_floors")
 def test_a_checkpoint_is_measured_with_its_weights_or_without(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "some-model")

@@ -108,6 +108,19 @@ HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
+    # Three of four layers have a gated delta net, with a state of 1.07 MB.
+    "qwen3.5-0.8b": _hf_config(
+        "Qwen3_5",
+        (24, 1024, 3584, 8, 2, 256, 248_320),
+        model_type="qwen3_5_text",
+        max_position_embeddings=262_144,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+    ),
     # With four of the 27 layers, the first of which has no experts.
     "deepseek-v2-lite": _hf_config(
         "DeepseekV2",
