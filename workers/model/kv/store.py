@@ -146,17 +146,19 @@ class PagedKv:
         if not shared:
             return host_memory(num_bytes, "kv_cache_gb")
         _check_available(num_bytes, "kv_cache_gb")
+        # A model without attention has blocks without bytes, but no empty file can be mapped.
+        size = max(num_bytes, 1)
         # The kernel frees an unnamed file with the last process that maps it.
         self.shared_fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.shared_fd)
         try:
-            os.posix_fallocate(self.shared_fd, 0, num_bytes)
+            os.posix_fallocate(self.shared_fd, 0, size)
         except OSError as error:
             raise ValueError(_misfit("kv_cache_gb", num_bytes, available_memory())) from error
         shared_memory: torch.Tensor = torch.frombuffer(
-            mmap.mmap(self.shared_fd, num_bytes), dtype=torch.uint8
+            mmap.mmap(self.shared_fd, size), dtype=torch.uint8
         )
-        return shared_memory
+        return shared_memory[:num_bytes]
 
     @property
     def data(self) -> torch.Tensor:
