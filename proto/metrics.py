@@ -345,6 +345,12 @@ BLOCKS = _gauge(
     worker=True,
     state=("free", "cached", "owned", "leased", "reserved"),
 )
+STATES = _gauge(
+    "tandem_states",
+    "States of sequences, of a model that keeps states; a running sequence takes two.",
+    worker=True,
+    state=("free", "cached", "owned", "leased", "reserved"),
+)
 SEQUENCES = _gauge(
     "tandem_sequences", "Sequences of a worker.", worker=True, state=("running", "waiting")
 )
@@ -352,7 +358,7 @@ LEASES = _gauge("tandem_leases", "KV caches that wait for a decode worker.", wor
 TRANSFERS = _gauge("tandem_kv_transfers", "KV transfers in progress, in or out.", worker=True)
 UNBALANCED = _gauge(
     "tandem_unbalanced",
-    "1 if the blocks that are held are not exactly the blocks of all sequences.",
+    "1 if the blocks or states that are held are not exactly those of all sequences.",
     worker=True,
 )
 STEP_SECONDS = _histogram(

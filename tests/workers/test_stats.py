@@ -16,6 +16,7 @@ from tandem.proto.metrics import (
     KV_FAILURES,
     LEASES,
     SEQUENCES,
+    STATES,
     STEP_SECONDS,
     STEP_TOKENS,
     SUSPENDS,
@@ -31,6 +32,7 @@ from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, idle, submit
+from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.serve.stats import WorkerStats
 from tandem.workers.serve.watchdog import Watchdog
@@ -112,6 +114,7 @@ async def test_a_part_of_a_gpu_reports_what_it_can_read_and_logs_once(
     worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode")
     stats = WorkerStats(
         load=worker.load,
+        states=worker.states,
         kv=worker._kv,
         steps=Watchdog().steps,
         num_graph_replays=lambda: 0,
@@ -131,14 +134,42 @@ async def test_a_part_of_a_gpu_reports_what_it_can_read_and_logs_once(
     await worker.stop()
 
 
-async def test_books_that_do_not_balance_are_reported() -> None:
+@pytest.mark.parametrize("kind", ["blocks", "states"])
+async def test_books_that_do_not_balance_are_reported(kind: str) -> None:
     figures = Figures()
+    rank = replace(fake_rank(num_states=12), num_states=12)
     worker = await Worker.serve(
-        fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures
+        rank, worker_config(), worker_id="w", role="decode", metrics=figures
     )
-    worker._thread.post(lambda engine: engine.requests.pool.reserve(1))
+
+    def reserve(engine: Engine) -> None:
+        requests = engine.requests
+        (requests.states.pool if kind == "states" else requests.pool).reserve(1)
+
+    worker._thread.post(reserve)
     await worker.report_metrics(with_integrity=True)
     assert figures.values[UNBALANCED, ()] == 1
+    await worker.stop()
+
+
+async def test_states_are_counted_and_checked_as_blocks() -> None:
+    figures = Figures()
+    rank = replace(fake_rank(num_states=12), num_states=12)
+    worker = await Worker.serve(
+        rank, worker_config(), worker_id="w", role="decode", metrics=figures
+    )
+    async with peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        await session.send(submit(max_tokens=5))
+        await session.until(
+            lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0
+        )
+        await wait_until(lambda: not worker.load().num_running)
+        await worker.report_metrics(with_integrity=True)
+        counts = {state: figures.values[STATES, (state,)] for state in STATES.labels["state"]}
+        # The resume point after the first block.
+        assert counts == {"free": 11, "cached": 1, "owned": 0, "leased": 0, "reserved": 0}
+        assert figures.values[UNBALANCED, ()] == 0
     await worker.stop()
 
 

@@ -346,8 +346,12 @@ class Engine:
         """Returns the number of blocks in each state; the counts add up to the pool's size."""
         return {state: self.requests.pool.count(state) for state in BlockState}
 
+    def states(self) -> dict[BlockState, int]:
+        """Returns the number of slots of states as `blocks`; all 0 if the model keeps no state."""
+        return {state: self.requests.states.pool.count(state) for state in BlockState}
+
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless the block tables and the pool's counts agree."""
+        """Raises RuntimeError unless the tables and slots of sequences and both pools agree."""
         self.requests.check_integrity()
 
 

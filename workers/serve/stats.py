@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ from ...proto.metrics import (
     GRAPH_REPLAYS,
     LEASES,
     SEQUENCES,
+    STATES,
     STEP_SECONDS,
     STEP_TOKENS,
     TRANSFERS,
@@ -33,6 +34,7 @@ class WorkerStats:
     """Reads a worker's state and reports it as metrics; lives in the worker's event loop."""
 
     load: Callable[[], worker_pb2.WorkerLoad]
+    states: Callable[[], Mapping[str, int]]  # the numbers of states by their status
     kv: KvGroup
     steps: deque[tuple[float, int]]  # see `Watchdog`
     num_graph_replays: Callable[[], int]
@@ -45,6 +47,8 @@ class WorkerStats:
         load = self.load()
         for state in BLOCKS.labels["state"]:
             metrics.set(BLOCKS, getattr(load, f"{state}_blocks"), state=state)
+        for state, count in self.states().items():
+            metrics.set(STATES, count, state=state)
         metrics.set(SEQUENCES, load.num_running, state="running")
         metrics.set(SEQUENCES, load.num_waiting, state="waiting")
         metrics.set(LEASES, self.kv.num_leases)

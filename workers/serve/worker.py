@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Full
@@ -119,6 +119,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._lender = PrefixLender(self._thread, self._kv, self._kv_handle, rank.block_size)
         self._stats = WorkerStats(
             load=self.load,
+            states=self.states,
             kv=self._kv,
             steps=self._progress.steps,
             num_graph_replays=rank.num_graph_replays,
@@ -316,9 +317,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         reads, so the number of free blocks is computed from the other counts.
         """
         requests = self._engine.requests
-        blocks = self._engine.blocks()
         total = self._rank.num_blocks
-        blocks[BlockState.FREE] = max(total - sum(blocks.values()) + blocks[BlockState.FREE], 0)
+        blocks = _counts(self._engine.blocks(), total)
         load = worker_pb2.WorkerLoad(
             version=self._last_load.version,
             num_waiting=len(requests.waiting),
@@ -328,12 +328,16 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             step_seconds=self._engine.step_seconds,
             prompt_token_seconds=self._engine.prompt_token_seconds,
             draining=self._requests.is_leaving,
-            **{f"{state.value}_blocks": count for state, count in blocks.items()},
+            **{f"{state}_blocks": count for state, count in blocks.items()},
         )
         if load != self._last_load:
             load.version += 1
             self._last_load = load
         return load
+
+    def states(self) -> dict[str, int]:
+        """Returns the number of states by their status, as `load` returns those of blocks."""
+        return _counts(self._engine.states(), self._rank.num_states)
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Returns this worker's entry in the directory."""
@@ -474,3 +478,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.failed.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
         self._requests.fail_all(failed=True)
+
+
+def _counts(found: Mapping[BlockState, int], total: int) -> dict[str, int]:
+    """Returns the numbers of a pool by state, with so many free that all add up to `total`."""
+    counts = {state.value: count for state, count in found.items()}
+    free = BlockState.FREE.value
+    counts[free] = max(total - sum(counts.values()) + counts[free], 0)
+    return counts
