@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
         "workers.model.config": ("workers.kv_cache",),
         "workers.model.checkpoint": ("workers.kv_cache", "workers.model.config"),
         "workers.model.adapter_folder": ("workers.model.config",),
-        "workers.model.footprint": ("workers.kv_cache", "workers.model.config"),
+        "workers.model.footprint": ("workers: engine kv_cache", "workers.model.config"),
         "workers.model.parallel": ("workers.kv_cache",),
         "workers.model.kernels.c": (),
         "workers.model.kernels.triton": ("workers.model.device",),

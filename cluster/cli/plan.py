@@ -3,117 +3,41 @@
 Starts nothing, and imports no Ray.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from typing import Annotated, Final, get_args
 
 import typer
-from rich.table import Table
 
 from ...proto.errors import InvalidArgument, TandemError
-from ...workers.kv_cache.layout import ITEM_BYTES, KvLayout
-from ...workers.kv_cache.memory import plan_memory
+from ...workers.engine.block_table import NUM_STATES
+from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig, read_fields
 from ...workers.model.footprint import (
-    SequenceMemory,
-    check_cache_dtype,
     check_config_split,
+    check_device,
     check_draft,
-    kv_bytes_per_token,
+    kv_layout,
     memory_budget,
-    sequence_memory,
 )
 from ..config import KvCacheDtype, ModelImpl, Numerics, Quantization, load_config
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
-from ..tables import make_table, table_console
+from ..tables import table_console
+from .memory import (
+    GIB,
+    Budget,
+    describe_fit,
+    describe_sequence,
+    memory_table,
+    rank_memory,
+)
 from .options import check_choice
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
-GIB: Final = 1024**3
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Holds the bytes that each of `tp` ranks keeps.
-
-    With a draft model, which rank 0 alone holds, they are the bytes of rank 0.
-    """
-
-    tp: int
-    weights: int
-    kv_per_token: int
-    kv_on_all_ranks: int  # of a token
-    num_copies: int  # of a KV head's cache, on all ranks together, without the draft model
-    layout: KvLayout
-    draft_kv_per_token: int = 0  # part of kv_per_token
-
-    def kv_cache(
-        self, num_bytes: int, block_size: int, context_tokens: int
-    ) -> tuple[int, int, int]:
-        """Returns the bytes, the tokens and the sequences of KV cache within `num_bytes` of a rank.
-
-        The bytes are the rest beside the weights, negative if these do not fit. The sequences have
-        `context_tokens` each. The tokens are in whole blocks, of a model with windows in whole
-        sequences; every rank holds its heads of each token.
-        """
-        rest = num_bytes - self.weights
-        memory = plan_memory(self.layout, num_blocks=1, block_size=block_size, tp=self.tp, rank=0)
-        draft_bytes = memory.tables[0].block_size * self.draft_kv_per_token
-        num_blocks = max(rest, 0) // (memory.block_bytes + draft_bytes)
-        of_sequence = self.sequence(block_size, context_tokens).num_blocks
-        num_sequences = num_blocks // sum(of_sequence)
-        has_windows = any(table.window is not None for table in memory.tables)
-        num_tokens = num_sequences * context_tokens if has_windows else num_blocks * block_size
-        return rest, num_tokens, num_sequences
-
-    def sequence(self, block_size: int, num_tokens: int) -> SequenceMemory:
-        """Returns the KV cache of one sequence on a rank, without the draft model."""
-        return sequence_memory(self.layout, self.tp, block_size=block_size, num_tokens=num_tokens)
-
-
-def rank_memory(
-    config: ModelConfig,
-    tp: int,
-    dtype: str,
-    kv_cache_dtype: str = "auto",
-    draft: ModelConfig | None = None,
-    *,
-    device: str = "cpu",
-    numerics: str = "fast",
-) -> RankMemory:
-    """Computes the memory of a rank.
-
-    With `numerics` exact, a GPU converts the quantized weights whose products depend on the batch.
-    Raises InvalidArgument if `tp` does not split the heads, or the cache cannot have the dtype.
-    """
-    from ...workers.model.loader import weight_bytes  # with torch, which takes a second
-
-    try:
-        check_config_split(config, tp)
-        check_cache_dtype(config, kv_cache_dtype)
-    except ValueError as error:
-        field, reason = str(error).split(": ", 1)
-        raise InvalidArgument(reason, f"--{field.replace('_', '-')}") from None
-    per_rank, whole = (
-        kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1)
-    )
-    draft_kv = kv_bytes_per_token(draft, 1, dtype) if draft else 0
-    # The draft model always has fast numerics: a wrong guess changes no token.
-    draft_weights = weight_bytes(draft, 1, dtype, device) if draft else 0
-    weights = weight_bytes(config, tp, dtype, device, batch_invariant=numerics == "exact")
-    return RankMemory(
-        tp=tp,
-        weights=weights + draft_weights,
-        kv_per_token=per_rank + draft_kv,
-        kv_on_all_ranks=per_rank * tp + draft_kv,
-        num_copies=per_rank * tp // whole,
-        layout=KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=kv_cache_dtype),
-        draft_kv_per_token=draft_kv,
-    )
 
 
 @plan_app.command("memory")
@@ -153,6 +77,18 @@ def memory_command(
     num_gpus: Annotated[
         float, typer.Option(help="GPUs of each rank; 0.5 if two ranks share a GPU.")
     ] = 1.0,
+    kv_cache_gb: Annotated[
+        float | None,
+        typer.Option(help="GiB of KV cache of each rank, in place of --gpu-memory-gb."),
+    ] = None,
+    state_slots: Annotated[
+        int | None,
+        typer.Option(help="States in that cache; by default at most half of it."),
+    ] = None,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(help="The maximum of sequences in one batch; it bounds the states."),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
     context_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a sequence; by default the model's context.")
@@ -160,7 +96,9 @@ def memory_command(
 ) -> None:
     """Show the memory of MODEL on each rank: weights, KV cache per token, tokens that fit.
 
-    With --context-tokens also the blocks and bytes of KV cache of one sequence of that length.
+    With --context-tokens also the blocks, states and bytes of KV cache of one sequence of that
+    length. With --gpu-memory-gb or --kv-cache-gb also the sequences that fit; of a model that keeps
+    states, those that the states allow and those that the blocks allow.
 
     Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model:
     the memory of rank 0, which alone holds the whole draft model; no rank has more tokens than rank
@@ -181,7 +119,12 @@ def memory_command(
     _check("--num-gpus", num_gpus, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
     _check("--context-tokens", context_tokens, 2, 1_048_576)
-    load_config(
+    _check("--kv-cache-gb", kv_cache_gb, 0.001, 4096)
+    _check("--state-slots", state_slots, NUM_STATES, 1_048_576)
+    _check("--max-sequences", max_sequences, 1, 65_536)
+    if None not in (gpu_memory_gb, kv_cache_gb):
+        raise InvalidArgument("cannot be set together with --gpu-memory-gb", "--kv-cache-gb")
+    settings = load_config(
         None,
         {
             "model": model,
@@ -189,6 +132,7 @@ def memory_command(
             "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype,
             "numerics": numerics,
+            "decode.max_sequences": max_sequences,
         },
     )
     folder = resolve_model(model, dtype=dtype)
@@ -198,16 +142,24 @@ def memory_command(
         folder, quantization=quantization, context_tokens=context_tokens
     ).config
     draft = _open_draft(draft_model, config, dtype) if draft_model else None
-    sizes = tp or [each for each in DEFAULT_TPS if _divides(each, config)]
+    sizes = tp or _default_tps(config)
     rows = [
         rank_memory(config, each, dtype, kv_cache_dtype, draft, device=device, numerics=numerics)
         for each in sizes
     ]
     budget = None
-    if gpu_memory_gb is not None:
-        context = context_tokens or config.max_position_embeddings
-        total = int(gpu_memory_gb * GIB)
-        budget = memory_budget(total, num_gpus, gpu_memory_utilization), block_size, context
+    if gpu_memory_gb is not None or kv_cache_gb is not None:
+        total = int((gpu_memory_gb or kv_cache_gb or 0) * GIB)
+        if gpu_memory_gb is not None:
+            total = memory_budget(total, num_gpus, gpu_memory_utilization)
+        budget = Budget(
+            num_bytes=total,
+            has_weights=gpu_memory_gb is not None,
+            block_size=block_size,
+            context_tokens=context_tokens or config.max_position_embeddings,
+            state_slots=state_slots,
+            max_sequences=settings.max_sequences(settings.decode),
+        )
     where = "each rank" if draft is None else f"rank 0, with {draft_model} in {dtype}"
     typer.echo(f"{model}, {quantization or dtype}: {_heads(config)}; on {where}:")
     table_console().print(memory_table(rows, budget))
@@ -215,13 +167,11 @@ def memory_command(
         if context_tokens is not None:
             sequence = row.sequence(block_size, context_tokens)
             typer.echo(
-                f"tp {row.tp}: a sequence of {context_tokens:,} tokens holds {_describe(sequence)}"
+                f"tp {row.tp}: a sequence of {context_tokens:,} tokens holds "
+                f"{describe_sequence(sequence)}"
             )
-        if budget and row.weights > budget[0]:
-            typer.echo(
-                f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit "
-                f"{_size(budget[0])}"
-            )
+        if budget and (line := describe_fit(row, budget)):
+            typer.echo(f"tp {row.tp}: {line}")
 
 
 def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
@@ -266,7 +216,7 @@ def check(
         folder = resolve_model(model, dtype=dtype)
         config = check_checkpoint(folder, model_impl)
         given = generation_defaults(settings, folder)
-        refused = [_refusal(config, each) for each in tp or ()]
+        refused = [_device_refusal(config, device), *(_refusal(config, each) for each in tp or ())]
     except CheckpointError as error:
         typer.echo(f"{model}: refused: {error}")
         raise typer.Exit(1) from error
@@ -287,8 +237,10 @@ def check(
         typer.echo(f"weights: {scheme}")
     if defaults := describe_defaults(given):
         typer.echo(f"defaults of requests, by {FILE}: {defaults}")
+    if any(layer.states for layer in config.layers):
+        typer.echo(_describe_states(config, dtype))
     typer.echo(f"in {dtype} on {device}, on each rank:")
-    sizes = tp or [each for each in DEFAULT_TPS if not _refusal(config, each)]
+    sizes = tp or _default_tps(config)
     rows = [rank_memory(config, each, dtype, device=device, numerics=numerics) for each in sizes]
     table_console().print(memory_table(rows, None))
     if not config.has_tp_plan:
@@ -304,57 +256,55 @@ def _refusal(config: ModelConfig, tp: int) -> str:
     return ""
 
 
+def _device_refusal(config: ModelConfig, device: str) -> str:
+    """Returns the reason why a device cannot run a model; empty if it can."""
+    try:
+        check_device(config, device)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _default_tps(config: ModelConfig) -> list[int]:
+    """Returns the usual numbers of ranks over which a model can be split."""
+    return [each for each in DEFAULT_TPS if not _refusal(config, each)]
+
+
 def _implementation(config: ModelConfig) -> str:
     if config.transformers is None:
         return f"by Tandem's own {config.architecture}"
     return f"by transformers' {config.architecture} over Tandem's attention"
 
 
-def memory_table(rows: Sequence[RankMemory], budget: tuple[int, int, int] | None) -> Table:
-    """Returns a table with a line for each number of ranks.
-
-    `budget` adds columns for the tokens and sequences that fit: the bytes of one rank, the tokens
-    of a block, and the tokens of a sequence.
-    """
-    columns = ["tp", "weights", "KV a token", "on all ranks", "copies of KV"]
-    if budget:
-        columns += ["for KV cache", "tokens", f"sequences of {budget[2]:,}"]
-    table = make_table(numbers=columns)
-    for row in rows:
-        kv_cells = [f"{row.kv_per_token:,} B", f"{row.kv_on_all_ranks:,} B", str(row.num_copies)]
-        cells = [str(row.tp), _size(row.weights), *kv_cells]
-        if budget:
-            rest, num_tokens, num_sequences = row.kv_cache(*budget)
-            cells += [_size(rest) if rest >= 0 else "-", f"{num_tokens:,}", f"{num_sequences:,}"]
-        table.add_row(*cells)
-    return table
-
-
-def _divides(tp: int, config: ModelConfig) -> bool:
-    return all(layer.num_heads % tp == 0 for layer in config.layers)
-
-
 def _heads(config: ModelConfig) -> str:
     """Returns the head counts as text; if layers differ, all of them."""
-    counts = dict.fromkeys((layer.num_heads, layer.num_kv_heads) for layer in config.layers)
+    counts = dict.fromkeys(
+        (layer.num_heads, layer.num_kv_heads) for layer in config.layers if layer.num_kv_heads
+    )
+    if not counts:
+        return "no attention"
     return " or ".join(f"{heads} query heads, {kv_heads} KV heads" for heads, kv_heads in counts)
 
 
-def _describe(sequence: SequenceMemory) -> str:
-    """Returns the blocks of a sequence, and its bytes that are held and moved, as text."""
-    blocks = " and ".join(
-        f"{count:,} blocks of {table.block_size} tokens"
-        + ("" if table.window is None else f" (window {table.window:,})")
-        for table, count in zip(sequence.tables, sequence.num_blocks, strict=True)
+def _describe_states(config: ModelConfig, dtype: str) -> str:
+    """Returns the layers that keep states, and the bytes of a state, as text."""
+    numbers = [number for number, layer in enumerate(config.layers) if layer.states]
+    size = kv_layout(config, dtype).bytes_per_state
+    return (
+        f"states: layers {_runs(numbers)} (of {len(config.layers)} with a cache) keep {size:,} B "
+        f"for each of the {NUM_STATES} states of a sequence"
     )
-    text = f"{blocks}, {_size(sequence.held_bytes)}; moves {_size(sequence.moved_bytes)}"
-    if any(table.window is not None for table in sequence.tables):
-        text += f"; without windows {_size(sequence.unwindowed_bytes)}"
-    return text
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 1024**2:,.1f} MiB"
+def _runs(numbers: Iterable[int]) -> str:
+    """Returns ascending numbers as text, with consecutive ones as FIRST-LAST."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _check(option: str, number: float | None, low: float, high: float) -> None:

@@ -3,7 +3,7 @@
 from typing import Final
 
 from ...proto.identity import PeerIdentity
-from ...workers.engine.block_table import NUM_STATES
+from ...workers.engine.block_table import NUM_STATES, PREFILL_STATES
 from ...workers.engine.config import Budgets
 from ...workers.host.threads import available_cores
 from ...workers.serve.worker import WorkerConfig
@@ -72,7 +72,7 @@ def worker_config(
         kv_host_bytes=int(pool.kv_host_gb * _GIB),
         state_slots=pool.state_slots,
         max_sequences=budgets.max_sequences,
-        sequence_states=NUM_STATES + (role == "prefill"),  # a prefill keeps its result for transfer
+        sequence_states=PREFILL_STATES if role == "prefill" else NUM_STATES,
         context_tokens=config.context_tokens,
         num_threads=num_threads,
         transports=config.transports,

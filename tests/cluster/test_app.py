@@ -186,6 +186,19 @@ def test_a_worker_of_one_thread_computes_short_chunks() -> None:
     assert chunk_tokens("decode", 1, **{"decode.chunk_tokens": 64}) == 64
 
 
+def test_state_slots_reach_a_worker_with_the_states_of_one_sequence() -> None:
+    """A prefill takes three, because it keeps its result for the transfer."""
+    overrides = {"model": "m", "prefill.state_slots": 9, "decode.max_sequences": 5}
+    config = load_config(None, overrides)
+    roles: tuple[PoolRole, ...] = ("prefill", "decode")
+    prefill, decode = (
+        worker_config(config, role, "/m", 1, IDENTITY, host="127.0.0.1", ranks_per_node=1).rank
+        for role in roles
+    )
+    assert (prefill.state_slots, prefill.max_sequences, prefill.sequence_states) == (9, 64, 3)
+    assert (decode.state_slots, decode.max_sequences, decode.sequence_states) == (None, 5, 2)
+
+
 @pytest.mark.parametrize(("key", "sees_loads"), [("ada", False), ("ops", True)])
 async def test_the_status_page_shows_the_load_of_workers_to_operators(
     config: TandemConfig, key: str, sees_loads: bool

@@ -13,6 +13,9 @@ from ..kv_cache.tables import TableBlocks, TableSpec
 NUM_STATES: Final = 2
 """The slots of a running sequence: a step reads the state from one and writes it to the other."""
 
+PREFILL_STATES: Final = NUM_STATES + 1
+"""The slots of a prefill, which keeps its result for the transfer in a slot of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLimits:

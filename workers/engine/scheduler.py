@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from ..kv_cache.tables import TableBlocks
-from .block_table import NUM_STATES, least_blocks
+from .block_table import NUM_STATES, PREFILL_STATES, least_blocks
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
 from .ngram import Drafter
 from .plan import PENDING_TOKEN, Constrained, DraftRequest, SequenceStep, StepPlan
@@ -100,7 +100,7 @@ class Scheduler:
         """Returns the number of states that a sequence needs; 0 if the model keeps none."""
         if not self._config.num_states:
             return 0
-        return NUM_STATES + 1 if spec.task is Task.PREFILL else NUM_STATES * spec.num_choices
+        return PREFILL_STATES if spec.task is Task.PREFILL else NUM_STATES * spec.num_choices
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """Plans the next step while at most one step is in flight.

@@ -6,6 +6,7 @@ Pure arithmetic; imports no torch.
 from dataclasses import dataclass
 from typing import Final
 
+from ..engine.block_table import NUM_STATES
 from ..kv_cache.layout import KvLayout
 from ..kv_cache.memory import plan_memory, state_bytes
 from ..kv_cache.sharding import check_split
@@ -21,6 +22,10 @@ _TOKENS_OF_POINT: Final = 2048  # between the regular resume points of a model w
 
 def check_config_split(config: ModelConfig, tp: int) -> None:
     """Raises ValueError, a one-line message, if a layer's heads cannot be split over `tp` ranks."""
+    if tp > 1 and not config.has_tp_plan:
+        raise ValueError(
+            f"tp: {tp}: transformers has no plan to split {config.architecture}; use 1"
+        )
     for layer in config.layers:
         for part in layer.states:
             check_split(part.num_heads, part.num_kv_heads, tp)
@@ -34,9 +39,14 @@ def check_config_split(config: ModelConfig, tp: int) -> None:
                 f"tp: {tp} does not divide the model's {layer.num_kv_heads} KV heads, which "
                 "transformers requires"
             )
-    if tp > 1 and not config.has_tp_plan:
+
+
+def check_device(config: ModelConfig, device: str) -> None:
+    """Raises ValueError, a one-line message, if `device` cannot run the model."""
+    if device != "cpu" and any(layer.states for layer in config.layers):
         raise ValueError(
-            f"tp: {tp}: transformers has no plan to split {config.architecture}; use 1"
+            f"device: {device}: models that keep states run on cpu only; "
+            f"{config.architecture} keeps states"
         )
 
 
@@ -163,9 +173,10 @@ class SequenceMemory:
 
     tables: tuple[TableSpec, ...]
     num_blocks: tuple[int, ...]  # of each table
-    held_bytes: int  # of these blocks
+    num_states: int  # 0: the model keeps no state
+    held_bytes: int  # of these blocks and states
     moved_bytes: int  # by a transfer to another worker
-    unwindowed_bytes: int  # of the blocks that it would hold if all layers kept all tokens
+    unwindowed_bytes: int  # that it would hold if no layer had a window
 
 
 def sequence_memory(
@@ -174,12 +185,16 @@ def sequence_memory(
     """Returns the KV cache of a sequence of `num_tokens` on each of `tp` ranks."""
     memory = plan_memory(layout, num_blocks=1, block_size=block_size, tp=tp, rank=0)
     num_blocks = held_blocks(memory.tables, num_tokens)
+    num_states = NUM_STATES if layout.state_groups else 0
+    of_states = num_states * state_bytes(layout, tp=tp)
+    all_tokens = -(-num_tokens // block_size) * block_size
     return SequenceMemory(
         tables=memory.tables,
         num_blocks=num_blocks,
-        held_bytes=sum(num_blocks) * memory.block_bytes,
+        num_states=num_states,
+        held_bytes=sum(num_blocks) * memory.block_bytes + of_states,
         moved_bytes=moved_bytes(layout, slots_of(layout, tp, 0), num_tokens),
-        unwindowed_bytes=-(-num_tokens // block_size) * block_size * _token_bytes(layout, tp),
+        unwindowed_bytes=all_tokens * _token_bytes(layout, tp) + of_states,
     )
 
 

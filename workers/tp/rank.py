@@ -22,6 +22,7 @@ from ..model.device import enter_device
 from ..model.footprint import (
     CacheBytes,
     CacheCounts,
+    check_device,
     check_draft,
     kv_bytes_per_token,
     kv_layout,
@@ -158,15 +159,11 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     )
     model = checkpoint.config
     tp = group.size if group else 1
+    check_device(model, config.device)
     layout = kv_layout(model, config.dtype, config.kv_cache_dtype)
     draft, draft_bytes = _open_draft(config, model)
     cache = CacheBytes.of(layout, tp, block_size=config.block_size, draft_bytes=draft_bytes)
     host = CacheBytes.of(layout, tp, block_size=config.block_size)
-    if cache.state and config.device != "cpu":
-        raise ValueError(
-            f"device: {config.device}: models that keep states run on cpu only; "
-            f"{model.architecture} keeps states"
-        )
     _check_holds_block(config, "kv_cache_bytes", cache.block)
     _check_holds_block(config, "kv_host_bytes", host.block)
     memory = CudaMemory(config.device, config.memory_share) if config.device != "cpu" else None

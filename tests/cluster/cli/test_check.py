@@ -88,6 +88,28 @@ def test_a_model_without_a_plan_says_so(tmp_path: Path) -> None:
     assert check(folder, "--tp", "2")[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        # In layers 0 and 2, 4 value heads keep a matrix of 16 x 16 in float32, and the
+        # convolution of 128 channels keeps three inputs in bfloat16.
+        ("qwen3_5_text", "layers 0, 2 (of 3 with a cache) keep 9,728 B"),
+        ("mamba2", "layers 0-1 (of 2 with a cache) keep 18,688 B"),
+    ],
+)
+def test_a_model_with_states_names_their_layers_and_bytes(
+    tmp_path: Path, kind: str, line: str
+) -> None:
+    folder = str(make_tiny_decoder(tmp_path, kind))
+    code, text = check(folder)
+    assert code == 0
+    assert f"\nstates: {line} for each of the 2 states of a sequence\n" in text
+    code, text = check(folder, "--device", "cuda")
+    assert code == 1
+    reason = "device: cuda: models that keep states run on cpu only; "
+    assert text.startswith(f"{folder}: refused: {reason}")
+
+
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
 def test_a_text_model_names_the_parts_that_are_not_loaded(tmp_path: Path, model_impl: str) -> None:
     folder = make_tiny_multimodal(tmp_path, "gemma3")
@@ -105,7 +127,7 @@ def test_a_text_model_names_the_parts_that_are_not_loaded(tmp_path: Path, model_
         ("shard", "model-00002-of-00002.safetensors: cannot be read"),
         ("weights", "model.safetensors: not found"),
         ("json", "config.json: not valid JSON"),
-        ("mamba", "config.json: .*keeps state beside KV cache"),
+        ("rwkv", "config.json: .*keeps state in a way that is not supported"),
         ("tokenizer", "tokenizer.json: not found"),
     ],
 )
@@ -137,9 +159,7 @@ def break_folder(folder: Path, damage: str) -> None:
         weights.unlink()
     elif damage == "json":
         config.write_text("{")
-    elif damage == "mamba":
-        config.write_text(
-            json.dumps({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]})
-        )
+    elif damage == "rwkv":
+        config.write_text(json.dumps({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}))
     elif damage == "tokenizer":
         (folder / "tokenizer.json").unlink()

@@ -5,22 +5,29 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import Qwen3_5TextConfig
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
-from tandem.cluster.cli.plan import rank_memory
+from tandem.cluster.cli.memory import GIB, Budget, describe_fit, rank_memory
 from tandem.cluster.store.store import get_model
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES
+from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.tiny_quantized import FORMATS, make_quantized_model
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.memory import plan_memory
+from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.footprint import sequence_memory
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import check_checkpoint
+from tandem.workers.model.registry import parse_model_config
+from tandem.workers.tp.rank import RankConfig, load_rank
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations" / "pools.md"
 LLAMA = SHAPES["llama-3-8b"]  # 32 query heads, 8 KV heads, 32 layers, heads of 128
@@ -95,8 +102,135 @@ def test_the_draft_model_is_counted_where_memory_is_shown(model: Path) -> None:
 def test_only_whole_blocks_and_whole_sequences_count() -> None:
     plan = rank_memory(LLAMA, 1, "bfloat16")
     rest = 10 * 16 * plan.kv_per_token - 1  # one byte less than ten blocks
-    assert plan.kv_cache(plan.weights + rest, block_size=16, context_tokens=33) == (rest, 9 * 16, 3)
-    assert plan.kv_cache(plan.weights - 1, block_size=16, context_tokens=33) == (-1, 0, 0)
+    for num_bytes, expected in ((rest, (9, 9 * 16, 3)), (-1, (0, 0, 0))):
+        budget = Budget(num_bytes=plan.weights + num_bytes, block_size=16, context_tokens=33)
+        fit = plan.fit(budget)
+        assert fit.num_bytes == num_bytes
+        assert (fit.counts.num_blocks, fit.num_tokens, fit.num_sequences) == expected
+
+
+@pytest.fixture(scope="module")
+def qwen3_5_9b() -> ModelConfig:
+    """The shape of Qwen3.5-9B: every fourth layer has attention, the others a gated delta net."""
+    config = Qwen3_5TextConfig(
+        vocab_size=248_320,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    )
+    named = {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"}
+    return parse_model_config(Fields("config.json", config.to_dict() | named))
+
+
+def test_qwen3_5_9b_takes_a_quarter_of_what_full_layers_would_take(
+    qwen3_5_9b: ModelConfig,
+) -> None:
+    """By hand: 8 layers of 4 KV heads of 256 keep 32 KiB of a token. 24 layers keep a float32
+    matrix of 128 x 128 for each of 32 value heads, and three inputs of 8,192 channels in bfloat16.
+    """
+    plan = rank_memory(qwen3_5_9b, 1, "bfloat16")
+    state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert (plan.kv_per_token, plan.state_bytes) == (32 * 1024, state)
+    sequence = plan.sequence(16, 32_768)
+    assert (sequence.num_blocks, sequence.num_states) == ((2048,), 2)
+    assert sequence.held_bytes == 32_768 * 32 * 1024 + 2 * state
+    assert sequence.moved_bytes == 32_768 * 32 * 1024 + state
+    if_all_were_full = 32_768 * plan.kv_per_token * 4
+    assert sequence.held_bytes <= 0.28 * if_all_were_full
+
+
+def test_what_4_gib_hold_of_qwen3_5_9b(qwen3_5_9b: ModelConfig) -> None:
+    plan = rank_memory(qwen3_5_9b, 1, "bfloat16")
+    budget = Budget(num_bytes=4 * GIB, has_weights=False, block_size=16, context_tokens=32_768)
+    fit = plan.fit(budget)
+    assert (fit.counts.num_states, fit.state_sequences) == (41, 20)
+    num_blocks = (4 * GIB - 41 * plan.state_bytes) // (16 * plan.kv_per_token)
+    assert (fit.counts.num_blocks, fit.block_sequences) == (num_blocks, num_blocks // 2048)
+    assert (fit.num_sequences, fit.num_tokens) == (2, 2 * 32_768)
+    assert describe_fit(plan, budget) == (
+        f"4.00 GiB of KV cache are 41 states, for 20 sequences or 13 of a prefill worker, and "
+        f"{num_blocks:,} blocks, for 2 sequences of 32,768 tokens"
+    )
+    short = plan.fit(replace(budget, context_tokens=1024))
+    assert short.num_sequences == 20 < short.block_sequences
+    few = plan.fit(replace(budget, state_slots=6))
+    assert (few.counts.num_states, few.state_sequences) == (6, 3)
+    assert plan.fit(replace(budget, max_sequences=2)).counts.num_states == 4 * 2
+    assert "below" in plan.fit(replace(budget, state_slots=100)).problem
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("slots", [None, 7])
+def test_the_states_that_are_shown_are_those_of_a_rank(
+    tmp_path: Path, kind: str, slots: int | None
+) -> None:
+    folder = make_tiny_decoder(tmp_path, kind)
+    gigabytes = 0.002
+    args = [str(folder), "--tp", "1", "--kv-cache-gb", str(gigabytes), "--context-tokens", "100"]
+    if slots is not None:
+        args += ["--state-slots", str(slots)]
+    (*_, shown_state, _, _, sequences), (of_sequence,), (of_cache,) = plan(*args)
+    found = re.fullmatch(
+        r"tp 1: 2\.0 MiB of KV cache are (\d+) states, for (\d+) sequences or \d+ of a prefill "
+        r"worker, and ([\d,]+) blocks, for (\d+) sequences of 100 tokens",
+        of_cache,
+    )
+    assert found
+    num_states, state_sequences, num_blocks, block_sequences = (
+        int(each.replace(",", "")) for each in found.groups()
+    )
+    rank = load_rank(
+        RankConfig(
+            model=str(folder),
+            identity=IDENTITY,
+            kv_cache_bytes=int(gigabytes * GIB),
+            state_slots=slots,
+        )
+    )
+    assert (rank.num_states, rank.num_blocks) == (num_states, num_blocks)
+    assert num_states == (slots or num_states)
+    kv: Any = rank.kv
+    assert f"{kv.states.slot_bytes:,} B" == shown_state
+    assert int(sequences) == min(state_sequences, block_sequences)
+    assert state_sequences == num_states // 2
+    assert kv.memory.nbytes + kv.states.slots.nbytes <= int(gigabytes * GIB)
+    held = 7 * kv.block_bytes + 2 * kv.states.slot_bytes
+    assert f"7 blocks of 16 tokens and 2 states, {held / 2**20:,.1f} MiB; moves " in of_sequence
+
+
+def test_states_that_leave_no_block_are_named(tmp_path: Path) -> None:
+    folder = make_tiny_decoder(tmp_path, "lfm2")
+    args = [str(folder), "--kv-cache-gb", "0.001", "--state-slots", "4000"]
+    (*_, tokens, sequences), (line,) = plan(*args)
+    assert (tokens, sequences) == ("0", "0")
+    assert re.fullmatch(
+        r"tp 1: kv_cache_gb: .* are below .*, the size of 4000 states and a block; raise it or "
+        r"lower state_slots",
+        line,
+    )
+
+
+def test_a_model_without_attention_has_no_kv_cache_of_tokens(tmp_path: Path) -> None:
+    folder = make_tiny_decoder(tmp_path, "mamba2")
+    ((tp, _, *kv, copies, _),) = plan(str(folder))
+    assert (tp, kv, copies) == ("1", ["0 B", "0 B"], "-")
+
+
+def test_a_gpu_runs_no_model_that_keeps_states(tmp_path: Path) -> None:
+    folder = make_tiny_decoder(tmp_path, "lfm2")
+    result = CliRunner().invoke(app, ["plan", "memory", str(folder), "--device", "cuda"])
+    assert isinstance(result.exception, InvalidArgument)
+    assert result.exception.message == (
+        "--device: cuda: models that keep states run on cpu only; Lfm2ForCausalLM keeps states"
+    )
 
 
 def windowed(num_full: int, num_windowed: int, window: int, kv_heads: int, dim: int) -> KvLayout:
@@ -220,6 +354,13 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
             ["--device", "cuda", "--quantization", "int4", "--numerics", "exact"],
             "quantization: int4 on cuda needs numerics: fast; its sums depend on the batch",
         ),
+        (["--kv-cache-gb", "0"], "--kv-cache-gb: must be from 0.001 to 4096"),
+        (
+            ["--kv-cache-gb", "1", "--gpu-memory-gb", "1"],
+            "--kv-cache-gb: cannot be set together with --gpu-memory-gb",
+        ),
+        (["--state-slots", "1"], "--state-slots: must be from 2 to 1048576"),
+        (["--max-sequences", "0"], "--max-sequences: must be from 1 to 65536"),
         (["--numerics", "good"], "--numerics: must be one of exact, fast"),
         (["--device", "tpu"], "device: must be 'cpu' or 'cuda', got 'tpu'"),
         (["--draft-model", "/none"], "--draft-model: there is no folder /none"),

@@ -3,17 +3,22 @@ one.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.workers.model import helpers, load_alone
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import Budgets, EngineConfig
@@ -25,6 +30,7 @@ from tandem.workers.model.footprint import (
     kv_bytes_per_token,
     kv_layout,
     sequence_memory,
+    state_tokens,
 )
 from tandem.workers.model.loader import (
     check_checkpoint,
@@ -180,3 +186,101 @@ def test_a_running_sequence_holds_the_planned_blocks(tmp_path: Path, family: str
             planned = sequence_memory(runner.kv.layout, 1, block_size=16, num_tokens=num_tokens)
             assert engine.blocks()[BlockState.OWNED] == sum(planned.num_blocks), num_tokens
     assert num_tokens > 220
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+def test_a_running_sequence_holds_the_planned_states(tmp_path: Path, kind: str) -> None:
+    """Its resume points are cached, and do not count as held."""
+    runner = helpers.load(make_tiny_decoder(tmp_path, kind), num_states=24)
+    config = EngineConfig(
+        num_blocks=128,
+        num_states=24,
+        state_tokens=state_tokens(runner.kv.layout, 1),
+        tables=runner.kv.tables,
+        budgets=Budgets(chunk_tokens=32),
+    )
+    engine = Engine(runner, config)
+    engine.submit(
+        SequenceSpec(
+            id=1,
+            task=Task.COLOCATED,
+            tokens=tuple(helpers.prompt(100)),
+            max_tokens=20,
+            sampling=helpers.GREEDY,
+        )
+    )
+    num_tokens = 0
+    for _ in range(15):
+        made = [each for each in engine.step() if isinstance(each, NewTokens)]
+        if made and made[-1].first_index:  # the step had one token
+            num_tokens = 100 + made[-1].first_index + len(made[-1].token_ids) - 1
+            planned = sequence_memory(runner.kv.layout, 1, block_size=16, num_tokens=num_tokens)
+            states, blocks = engine.states(), engine.blocks()
+            held = states[BlockState.OWNED] + states[BlockState.RESERVED]
+            assert held == planned.num_states, num_tokens
+            assert blocks[BlockState.OWNED] == sum(planned.num_blocks), num_tokens
+            kv = runner.kv
+            assert kv.states is not None
+            assert planned.held_bytes == (
+                blocks[BlockState.OWNED] * kv.block_bytes + held * kv.states.slot_bytes
+            )
+    assert num_tokens > 105
+
+
+@given(
+    size=st.builds(CacheBytes, block=st.integers(1, 10_000), state=st.integers(0, 100_000)),
+    num_bytes=st.integers(0, 10_000_000),
+    state_slots=st.none() | st.integers(1, 100),
+    max_sequences=st.integers(1, 64),
+    least=st.sampled_from([2, 3]),
+    host_bytes=st.integers(0, 10_000_000),
+)
+def test_states_and_blocks_share_a_cache(
+    size: CacheBytes,
+    num_bytes: int,
+    state_slots: int | None,
+    max_sequences: int,
+    least: int,
+    host_bytes: int,
+) -> None:
+    split = partial(
+        size.split, num_bytes, state_slots=state_slots, max_sequences=max_sequences, least=least
+    )
+    expected = 0
+    if size.state and state_slots is not None:
+        expected = state_slots
+    elif size.state:
+        expected = max(least, min(num_bytes // 2 // size.state, 4 * max_sequences))
+    problem = ""
+    if size.state and expected < least:
+        problem = f"state_slots: {expected} holds no sequence, which takes {least}; raise it"
+    elif size.state and num_bytes < expected * size.state + size.block:
+        problem = "kv_cache_gb: "
+    if problem:
+        with pytest.raises(ValueError, match=f"^{problem}"):
+            split()
+        return
+    counts = split()
+    assert counts.num_states == expected
+    of_states = counts.num_states * size.state
+    assert of_states + counts.num_blocks * size.block <= num_bytes
+    # No further block would fit.
+    assert of_states + (counts.num_blocks + 1) * size.block > num_bytes
+    if not size.state:
+        return
+    host = size.split_host(host_bytes, counts)
+    host_states = host.num_states * size.state
+    assert host_states + host.num_blocks * size.block <= host_bytes
+    # The states have their share of the bytes, less than one state below it.
+    share = host_bytes * of_states / (of_states + counts.num_blocks * size.block)
+    assert share - size.state - 1 <= host_states <= share + 1
+
+
+def test_states_without_a_block_are_refused_with_the_sum() -> None:
+    size = CacheBytes(block=1 << 20, state=50 << 20)
+    problem = (
+        "kv_cache_gb: 0.98 GiB are below 1.95 GiB, the size of 40 states and a block; raise it or "
+        "lower state_slots"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+        size.split(1000 << 20, state_slots=40, max_sequences=64, least=2)

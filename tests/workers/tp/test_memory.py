@@ -184,6 +184,28 @@ def test_ranks_on_cpus_share_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyP
         host_counts(size, None)
 
 
+def test_every_rank_on_cpus_has_the_states_of_the_fullest(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = 50 * 2**20
+    sizes = CacheBytes(block=BLOCK, state=state)
+    monkeypatch.setattr(memory, "total_memory", lambda: 64 * GIB)
+    size = cache_size(bytes=sizes, share=0.5, utilization=0.25)
+    counts = host_counts(size, None)  # of 1 GiB
+    assert counts.num_states == GIB // 2 // state
+    assert counts.num_blocks == (GIB - counts.num_states * state) // BLOCK
+    group: Any = Ranks([GIB // 2])
+    counts = host_counts(size, group)
+    assert counts.num_states == GIB // 4 // state
+    assert counts.num_blocks == (GIB // 2 - counts.num_states * state) // BLOCK
+    given = cache_size(bytes=sizes, cache_bytes=2 * GIB, state_slots=7)
+    assert host_counts(given, None).num_states == 7
+    few = cache_size(bytes=sizes, cache_bytes=2 * GIB, max_sequences=2)
+    assert host_counts(few, None).num_states == 4 * 2
+    for least in (2, 3):
+        none = cache_size(bytes=sizes, cache_bytes=2 * GIB, state_slots=1, sequence_states=least)
+        with pytest.raises(ValueError, match=f"^state_slots: 1 holds no .* takes {least}; raise"):
+            host_counts(none, None)
+
+
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors on the fake GPU; implements `DeviceMemory`.
 
