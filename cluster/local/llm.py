@@ -75,6 +75,7 @@ class LocalSettings(TypedDict, total=False):
     gpu_memory_utilization: float  # the part of its GPU's memory that each process may use
     kv_cache_gb: float | None  # GiB of each process; None is the rest of that part
     kv_host_gb: float  # GiB of host memory of each process, for blocks that leave the KV cache
+    state_slots: int | None  # of a model that keeps states; None is at most half of that cache
     kv_disk: str | None  # a folder that keeps KV cache beyond the process
     kv_disk_gb: float  # GiB of that folder
     block_size: int  # tokens

@@ -9,6 +9,7 @@ from ...workers.model.config import CheckpointError
 from ...workers.model.footprint import (
     check_cache_dtype,
     check_config_split,
+    check_device,
     check_disk,
     check_draft,
 )
@@ -22,8 +23,8 @@ def checked_folder(config: TandemConfig) -> Path:
 
     `config` must come from `with_draft_folder`. Raises CheckpointError, InvalidArgument for a
     `context_tokens` beyond the model's, or InvalidArgument with all other reasons: a `tp` that does
-    not divide the model's heads, a `kv_cache_dtype` that the model cannot have, an unusable draft
-    model, adapter or `chat_template`.
+    not divide the model's heads, a `kv_cache_dtype` that the model cannot have, a `device` that
+    cannot run it, an unusable draft model, adapter or `chat_template`.
     """
     # These import torch, which takes a second.
     from ...workers.model.adapter import check_adapter
@@ -46,6 +47,7 @@ def checked_folder(config: TandemConfig) -> Path:
         except ValueError as error:
             wrong.append(f"speculative.model: {error}")
     try:
+        check_device(model, config.device)
         check_cache_dtype(model, config.kv_cache_dtype)
     except ValueError as error:
         wrong.append(str(error))

@@ -26,6 +26,7 @@ from tandem.tests import service
 from tandem.tests.fleet import VOCAB, fake_rank
 from tandem.tests.peers import peer_channel
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
@@ -518,9 +519,11 @@ async def test_the_number_of_blocks_that_wait_is_bounded_and_the_oldest_leave(
         engine.go_on.set()
 
 
-async def test_a_model_with_windows_is_refused(tmp_path: Path) -> None:
-    """A block of one table does not tell whether the others continue there."""
-    folder = make_tiny_model(tmp_path / "gemma3", "gemma3")
+@pytest.mark.parametrize("kind", ["gemma3", "lfm2"])
+async def test_a_model_with_windows_or_states_is_refused(tmp_path: Path, kind: str) -> None:
+    """A block of one table does not tell whether the others, or a state, continue there."""
+    make = make_tiny_model if kind == "gemma3" else make_tiny_decoder
+    folder = make(tmp_path / kind, kind)
     refused = r"^kv_disk: not for models with windows or state$"
     config = worker_config(
         str(folder), kv_cache_bytes=2**22, kv_disk=str(tmp_path), kv_disk_bytes=2**20
