@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.tests.tiny import STATEFUL, make_tiny_model
 from tandem.tests.workers.model.helpers import (
@@ -191,6 +192,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     ("nemotron_h", {"time_step_min": 0.05}),
     ("nemotron_3", {"moe_latent_size": 32, "mlp_bias": True, "n_group": 2, "topk_group": 1}),
+    ("qwen3_5", {"linear_conv_kernel_dim": 3, "attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 6}),
+    ("qwen3_5_moe", {"linear_num_key_heads": 4, "shared_expert_intermediate_size": 33}),
+    ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+    ("qwen3_next", {"norm_topk_prob": False, "decoder_sparse_step": 3, "mlp_only_layers": []}),
 ]
 
 
@@ -234,6 +240,8 @@ def test_every_option_of_config_json_counts(
         ("granite_hybrid", (), {"layer_types": ["mamba", "attention", "mamba"]}),
         ("granite_hybrid", ("time_step_limit",), {"mamba_d_head": "auto"}),
         ("nemotron_h", ("layers_block_type", "layer_types"), {"hybrid_override_pattern": "M-*M"}),
+        ("qwen3_5", ("layer_types",), {"full_attention_interval": 2}),
+        ("qwen3_5", ("rope_parameters",), {"rope_theta": 10_000.0}),
     ],
 )
 def test_published_names_of_fields_mean_the_same(
@@ -263,6 +271,12 @@ def test_published_names_of_fields_mean_the_same(
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act: 'gelu' is not supported"),
         ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, "layers_block_type: must be a list"),
         ("nemotron_3", {"n_group": 4}, "n_group: 4 does not divide the 6 experts"),
+        ("qwen3_5", {"linear_num_value_heads": 5}, "linear_num_value_heads: 5 is not a multiple"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: must be an integer"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: must be true"),
+        ("qwen3_5", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: must be silu"),
+        ("qwen3_5", {"layer_types": ["conv"] * 3}, "layer_types: must be a list of 3"),
+        ("qwen3_5_moe", {"num_experts": 2**20}, "num_experts: must be an integer"),
     ],
 )
 def test_wrong_fields_are_named(
@@ -278,3 +292,70 @@ def test_channels_that_ranks_cannot_split_are_refused(tmp_path: Path) -> None:
     check_config_split(config, 4)
     with pytest.raises(ValueError, match="tp: 8 does not divide"):
         check_config_split(config, 8)
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_the_state_after_each_draft_token_is_that_of_single_tokens(
+    tmp_path: Path, family: str
+) -> None:
+    """To the last bit in bfloat16, so that it does not matter how many tokens are accepted."""
+    runner = load(make_tiny_model(tmp_path, family, head_dim=32), dtype="bfloat16")
+    states = runner.kv.states
+    assert states is not None
+    driver, ids = Driver(runner), prompt(45, seed=10)
+    mate = driver.step(3, prompt(9), 0)
+    driver.run(driver.step(1, ids[:40], 0), mate)
+    driver.run(driver.step(1, ids[40:], 40, num_draft=4, num_samples=5))
+    after_drafts = {at: states.slots[slot].clone() for at, slot in driver.states[1].items()}
+    assert sorted(after_drafts) == [41, 42, 43, 44, 45]
+    driver.run(driver.step(2, ids[:17], 0))
+    driver.run(driver.step(2, ids[17:40], 17))
+    for at in range(40, 45):
+        driver.run(driver.step(2, ids[at : at + 1], at))
+        assert torch.equal(states.slots[driver.states[2][at + 1]], after_drafts[at + 1]), at
+
+
+def test_the_experts_of_a_layer_may_be_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in published checkpoints of Qwen3.5."""
+    single = make_tiny_model(tmp_path / "single", "qwen3_5_moe")
+    stacked = make_tiny_model(tmp_path / "stacked", "qwen3_5_moe")
+    weights = load_file(stacked / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack(
+                [weights.pop(f"{prefix}.{number}.{name}_proj.weight") for number in range(6)]
+            )
+            for name in ("gate", "up", "down")
+        )
+        weights[f"{prefix}.gate_up_proj"] = torch.cat([gates, ups], dim=1)
+        weights[f"{prefix}.down_proj"] = downs
+    save_file(weights, stacked / "model.safetensors", {"format": "pt"})
+    ids = prompt(NUM_TOKENS, seed=11)
+
+    def work(runner: ModelRunner) -> None:
+        driver = Driver(runner)
+        driver.run(driver.step(1, ids, 0))
+
+    for size in (1, 2):
+        with recorded_logits(monkeypatch) as logits:
+            on_ranks(single, size, work)
+            on_ranks(stacked, size, work)
+        assert len(logits) == 2 * size
+        assert all(torch.equal(each, logits[0]) for each in logits)
+
+
+@pytest.mark.parametrize("sizes", [(4, 12, 8), (6, 13, 8), (6, 12, 7)])
+def test_a_stack_of_experts_of_another_shape_is_refused(
+    tmp_path: Path, sizes: tuple[int, int, int]
+) -> None:
+    folder = make_tiny_model(tmp_path, "qwen3_5_moe", moe_intermediate_size=6)
+    weights = load_file(folder / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts"
+    kept = {name: each for name, each in weights.items() if not name.startswith(prefix)}
+    kept[f"{prefix}.gate_up_proj"] = torch.zeros(sizes)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj"):
+        load(folder)
