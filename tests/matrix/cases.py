@@ -24,7 +24,11 @@ SAMPLINGS: Final = (
     "stop string",
 )
 LAYOUTS: Final = ("1+1", "2+2", "0+2", "tp 2", "int8")
-OPTIONS: Final = ("ngram", "tiers", "fp8", "window", "window tiers")  # of 1+1 workers
+OPTIONS: Final = (
+    *("ngram", "tiers", "fp8", "window", "window tiers"),
+    *("hybrid", "hybrid tp 2", "hybrid tiers"),
+)
+"""Layouts of 1+1 workers with one more feature each."""
 
 PROMPT_LENGTH: Final = 42  # the KV of the last token but one begins a block: 42 + 22 = 4 * 16
 NUM_TOKENS: Final = 24

@@ -33,9 +33,12 @@ LAYOUT_NODES: Final = {
     "tiers": ("p-tiers", "d-tiers"),
     "window": ("p-window", "d-window"),
     "window tiers": ("p-window-tiers", "d-window-tiers"),
+    "hybrid": ("p-hybrid", "d-hybrid"),
+    "hybrid tp 2": ("p-hybrid-split", "d-hybrid-split"),
+    "hybrid tiers": ("p-hybrid-tiers", "d-hybrid-tiers"),
 }
 """The nodes of a layout; the first of each role gets the request. int8 and fp8 are of the KV cache,
-window is of a model with sliding windows.
+window is of a model with sliding windows, hybrid of one whose layers keep states as well.
 """
 
 _CONFIGS: Final[dict[str, dict[str, Any]]] = {
@@ -49,8 +52,20 @@ _CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "kv_host_bytes": 2**20,
         "speculative": {"prompt_lookup_min": 1},
     },
+    "hybrid-tiers": {
+        "kv_cache_bytes": 3 * 2**18,  # 98 blocks and 27 states
+        "kv_host_bytes": 2**21,
+        "speculative": {"prompt_lookup_min": 1},
+    },
 }
 """What the nodes have whose names end so."""
+
+_COMPUTES_AS: Final = {
+    **dict.fromkeys(("2+2", "0+2", "ngram", "tiers"), "1+1"),
+    "window tiers": "window",
+    "hybrid tiers": "hybrid",
+}
+"""By layout, a simpler one with the same tokens; the other layouts add in other orders."""
 
 IDLE_SECONDS: Final = 20.0
 
@@ -146,6 +161,7 @@ class Cluster:
     launcher: Launcher
     model: Path
     window_model: Path  # with windows of 24 tokens, in blocks of 16 beside full blocks of 32
+    hybrid_model: Path  # of layers with states and one with attention
     folder: Path
     nodes: dict[str, Node] = field(default_factory=dict)
     registry: WorkerRegistry = field(default_factory=WorkerRegistry)
@@ -167,9 +183,8 @@ class Cluster:
             if "kv_disk_bytes" in config:
                 config = config | {"kv_disk": str(self.folder / f"disk-{worker_id}")}
             fields = {"tp": tp, "config": config} | fields
-            model = self.window_model if "window" in worker_id else self.model
             self.nodes[worker_id] = await make_node(
-                self.launcher, model, self.folder, worker_id, **fields
+                self.launcher, self._model_of(worker_id), self.folder, worker_id, **fields
             )
         elif self.nodes[worker_id].is_spent:
             await self.nodes[worker_id].restart()
@@ -180,6 +195,12 @@ class Cluster:
             ):  # it was cut off or stopped before
                 await asyncio.sleep(0.01)
         return node
+
+    def _model_of(self, worker_id: str) -> Path:
+        """Returns the model that a node serves."""
+        if "window" in worker_id:
+            return self.window_model
+        return self.hybrid_model if "hybrid" in worker_id else self.model
 
     async def layout(self, layout: str) -> list[Node]:
         """Returns the running nodes of a layout, in order."""
@@ -201,9 +222,7 @@ class Cluster:
 
     async def expect(self, sampling: str, layout: str, num_tokens: int = NUM_TOKENS) -> Result:
         """Returns what a request has to give: what it gives without a fault."""
-        alike = layout if layout in ("tp 2", "int8", "fp8") else "1+1"  # the others change no token
-        if layout.startswith("window"):
-            alike = "window"
+        alike = _COMPUTES_AS.get(layout, layout)
         key = sampling, alike, num_tokens
         if key not in self.expected:
             nodes = await self.layout(alike)
@@ -288,8 +307,9 @@ async def running_cluster(folder: Path) -> AsyncIterator[Cluster]:
     }
     model = make_tiny_model(folder / "tiny", **shape)
     window_model = make_tiny_model(folder / "window", "gemma3", **shape)
+    hybrid_model = make_tiny_model(folder / "hybrid", "qwen3_5", **shape)
     async with launched() as launcher:
-        cluster = Cluster(launcher, model, window_model, folder)
+        cluster = Cluster(launcher, model, window_model, hybrid_model, folder)
         try:
             yield cluster
         finally:
