@@ -89,6 +89,7 @@ class Result:
 
     choices: list[Choice]
     attempts: int = 0
+    cached_tokens: int = 0  # of the prompt
 
 
 def scores_of(
@@ -141,6 +142,7 @@ async def collect(
             seen(result)
     assert finished | ended == set(range(request.submit.num_choices)), "a choice has no end"
     result.attempts = timeline.attempts
+    result.cached_tokens = timeline.cached_tokens
     return result
 
 

@@ -14,6 +14,7 @@ class Proxy:
         self.address = ""
         self.target = ""
         self.num_bytes = 0  # that were passed on
+        self.num_kept = 0  # reads that `swallow` has kept
         self.delay_seconds = 0.0  # of each chunk
         self._flows = asyncio.Event()
         self._flows.set()
@@ -42,8 +43,12 @@ class Proxy:
             writer.transport.abort()
 
     def swallow(self) -> None:
-        """Keeps every connection and passes nothing on, until `heal`."""
+        """Keeps every connection and passes nothing on, until `heal` or `resume`."""
         self._flows.clear()
+
+    def resume(self) -> None:
+        """Passes on what was kept since `swallow`."""
+        self._flows.set()
 
     def heal(self) -> None:
         """Breaks what was swallowed, so that no half of a stream arrives, and forwards again."""
@@ -78,6 +83,7 @@ class Proxy:
                 while data := await source.read(_CHUNK):
                     if self.delay_seconds:
                         await asyncio.sleep(self.delay_seconds)
+                    self.num_kept += not self._flows.is_set()
                     await self._flows.wait()
                     target.write(data)
                     self.num_bytes += len(data)

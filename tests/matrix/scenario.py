@@ -166,6 +166,17 @@ class Scenario:
         elif case.point in ("token", "last"):
             victim.control.starves = True
 
+    def is_noticed(self, result: Result) -> bool:
+        """Returns whether the fault has changed how the request was computed, if it had to."""
+        case = self.case
+        # A cut may come between two streams of a fetch, but no fetch ends over a link that passes
+        # nothing on. A drained worker without another ends what it has.
+        return (
+            result.attempts > 1
+            or case.fault == "drain"
+            or (case.fault, case.point, case.variant) == ("cut", "pull", 0)
+        )
+
     async def _replace(self) -> None:
         """Has the directory drop a dead worker, and list it again once it is back."""
         self.cluster.show(*(node for node in self.nodes if node is not self.victim))
@@ -212,18 +223,10 @@ async def audit(scenario: Scenario) -> Result:
     """Plays a scenario and fails unless the client got what it gets without the fault, and nothing
     is left.
     """
-    case = scenario.case
     try:
         result = await scenario.play()
         assert result.choices == scenario.expected.choices, "the output is altered"
-        # A cut may come between two streams of a fetch, but no fetch ends over a link that passes
-        # nothing on. A drained worker without another ends what it has.
-        is_noticed = (
-            result.attempts > 1
-            or case.fault == "drain"
-            or (case.fault, case.point, case.variant) == ("cut", "pull", 0)
-        )
-        assert is_noticed, "the fault was not noticed"
+        assert scenario.is_noticed(result), "the fault was not noticed"
         await scenario.recover()
     except BaseException:
         for node in scenario.nodes:
