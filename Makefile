@@ -57,8 +57,9 @@ check: .venv/.installed  ## lint, format, types, security rules, architecture, l
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/buf lint
 
-fuzz: .venv/.installed  ## give every parser of bytes from outside 2,000 damaged inputs, every HTTP operation 2,000 requests
-	$(BIN)/pytest --hypothesis-profile=fuzz -q tests/fuzz tests/router/api/test_schemathesis.py
+fuzz: .venv/.installed  ## give every parser of bytes from outside 2,000 damaged inputs, every HTTP operation 2,000 requests, engines 2,000 orders of events
+	$(BIN)/pytest --hypothesis-profile=fuzz -q tests/fuzz tests/router/api/test_schemathesis.py \
+	  tests/workers/engine/test_engine_properties.py tests/workers/engine/test_suspend.py
 
 audit: .venv/.installed  ## look up each pinned version in PyPI's list of known vulnerabilities, which needs PyPI itself
 	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt

@@ -4,7 +4,7 @@ nothing had happened.
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -22,11 +22,24 @@ from tandem.tests.workers.engine.drive import (
     tokens_of,
 )
 from tandem.tests.workers.engine.fake import expected_choices
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, engine_config
+from tandem.tests.workers.engine.harness import (
+    VOCAB_SIZE,
+    SeqEvent,
+    Worker,
+    copy_tokens,
+    is_sparse,
+)
 from tandem.tests.workers.engine.pair import Request
+from tandem.tests.workers.engine.test_engine_properties import (
+    MAX_PROMPT,
+    MAX_TOKENS,
+    WINDOWS,
+    configs,
+    random_config,
+)
 from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
+from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted, Suspended
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, State, Task
@@ -219,8 +232,6 @@ def test_what_has_not_begun_or_does_not_move_is_left_alone(worker: MakeWorker) -
 # --- any order
 # --------------------------------------------------------------------------------------------------
 
-MAX_PROMPT, MAX_TOKENS = 6, 9
-
 
 @dataclass(eq=False)
 class Place:
@@ -277,14 +288,24 @@ class Service:
         source, sink = self.workers[1 - place.worker], self.workers[place.worker]
         count = min(len(lease.tokens) - place.num_pulled, max_tokens)
         if count:
-            part = span(source.executor.kv, place.num_pulled, count)
-            sink.executor.kv.write(
-                target.tables[0].blocks,
-                part,
-                read_now(source.executor.kv, lease.tables[0].blocks, part),
-            )
+            kv = source.executor.kv
+            for layer, number in enumerate(kv.table_of):
+                if kv.tables[number].window is None:
+                    part = span(kv, place.num_pulled, count, layer, 1)
+                    data = read_now(kv, lease.tables[number], part)
+                    sink.executor.kv.write(target.tables[number], part, data)
             place.num_pulled += count
         if place.num_pulled == len(lease.tokens):
+            if is_sparse(source.config):  # what is left of each window
+                copy_tokens(
+                    (source.executor.kv, lease.tables),
+                    sink.executor.kv,
+                    target.tables,
+                    target.num_cached,
+                    len(lease.tokens),
+                )
+            if lease.state is not None and target.state is not None:
+                sink.write_state(target.state, source.read_state(lease.state))
             sink.engine.commit_import(place.number, first_tokens(lease.first_token))
             source.engine.cancel(lease.id)
             source.check()
@@ -377,9 +398,11 @@ class Service:
             case Suspended():
                 assert event.tokens == (*request.prompt, *request.tokens[:-1])
                 assert event.first_token == request.tokens[-1]
-                assert len(event.tables[0].blocks) == -(
-                    -len(event.tokens) // self.workers[worker].config.block_size
-                )
+                for table, own in zip(
+                    self.workers[worker].config.tables, event.tables, strict=True
+                ):
+                    num_blocks = -(-len(event.tokens) // table.block_size)
+                    assert own.first + len(own.blocks) == num_blocks
                 decode = self._spec(request, Task.DECODE)
                 self._next_id += 1
                 self.workers[1 - worker].submit(decode)
@@ -404,24 +427,6 @@ ACTIONS = st.tuples(
     ),
     st.integers(0, 2**10),
 )
-
-
-@st.composite
-def configs(draw: st.DrawFn, overlap: bool) -> EngineConfig:
-    """Engines that hold one to three of the longest requests."""
-    block_size = draw(st.integers(1, 4))
-    least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
-    return engine_config(
-        num_blocks=draw(st.integers(least, 3 * least)),
-        num_host_blocks=draw(st.integers(0, 2 * least)),
-        block_size=block_size,
-        chunk_tokens=draw(st.integers(1, 12)),
-        max_sequences=draw(st.integers(1, 8)),
-        growth_tokens=draw(st.integers(0, 4)),
-        prefix_caching=draw(st.booleans()),
-        overlap=overlap,
-        speculative=draw(st.sampled_from([None, SpeculativeConfig()])),
-    )
 
 
 def act(service: Service, action: str, number: int) -> None:
@@ -456,10 +461,10 @@ def finish(service: Service, requests: list[Request]) -> None:
 def test_in_any_order_every_choice_gets_its_tokens(
     data: st.DataObject, batches: list[list[Request]], actions: list[tuple[str, int]]
 ) -> None:
+    model = data.draw(st.sampled_from(WINDOWS)), data.draw(st.sampled_from([False, False, True]))
     overlap = data.draw(st.booleans())
-    service = Service(
-        (data.draw(configs(overlap)), data.draw(configs(overlap))), late=data.draw(st.booleans())
-    )
+    pair = [replace(data.draw(configs(*model)), overlap=overlap) for _ in range(2)]
+    service = Service((pair[0], pair[1]), late=data.draw(st.booleans()))
     for number, batch in enumerate(batches):
         service.submit(number % 2, batch)
     for action, number in actions:
@@ -469,10 +474,24 @@ def test_in_any_order_every_choice_gets_its_tokens(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_long_random_walks_meet_every_event(overlap: bool) -> None:
+    dense = walk(range(8), overlap, has_state=False)
+    sparse = Counter[str]()
+    for number, windows in enumerate(WINDOWS[3:]):
+        sparse += walk(range(number, number + 1), overlap, windows, has_state=number % 2 > 0)
+    want = {"Suspended", "moved", "Preempted", *(["in flight"] if overlap else [])}
+    for seen in (dense, sparse):
+        assert all(seen[name] >= 5 for name in want), seen
+
+
+def walk(
+    seeds: range, overlap: bool, windows: tuple[int | None, ...] = (None,), *, has_state: bool
+) -> Counter[str]:
+    """Counts what happens to two engines of one model in 400 actions for each seed."""
     seen: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in seeds:
         rng = random.Random(seed)
-        pair = walk_config(rng, overlap), walk_config(rng, overlap)
+        first, second = (random_config(rng, overlap, windows, has_state) for _ in range(2))
+        pair = first, second
         service, requests = Service(pair, late=rng.random() < 0.5), list[Request]()
         for _ in range(400):
             if len(service.places) < 8 and rng.random() < 0.2:
@@ -483,23 +502,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
             act(service, rng.choices(names, [8, 8, 4, 6, 0.3, 0.3])[0], rng.randrange(100))
         finish(service, requests)
         seen += service.seen
-    want = {"Suspended", "moved", "Preempted", *(["in flight"] if overlap else [])}
-    assert all(seen[name] >= 5 for name in want), seen
-
-
-def walk_config(rng: random.Random, overlap: bool) -> EngineConfig:
-    block_size = rng.randint(1, 4)
-    least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
-    return engine_config(
-        num_blocks=rng.randint(least, 2 * least),
-        num_host_blocks=rng.choice([0, rng.randint(1, 3 * least)]),
-        block_size=block_size,
-        chunk_tokens=rng.randint(1, 12),
-        max_sequences=rng.randint(2, 8),
-        growth_tokens=rng.randint(0, 4),
-        overlap=overlap,
-        speculative=rng.choice([None, SpeculativeConfig()]),
-    )
+    return seen
 
 
 def random_batch(rng: random.Random) -> list[Request]:
