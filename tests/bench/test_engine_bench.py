@@ -222,6 +222,20 @@ def test_blocks_for_is_what_a_decode_takes() -> None:
         short.decode(3, 40, 20)
 
 
+def test_blocks_for_is_enough_for_a_model_with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SHAPES["tiny"]
+    windowed = tuple(replace(layer, window=24) for layer in config.layers[1:])
+    monkeypatch.setitem(
+        SHAPES, "tiny-window", replace(config, layers=(config.layers[0], *windowed))
+    )
+    tables = make_runner(shape="tiny-window").runner.kv.tables
+    assert len(tables) == 2
+    enough = blocks_for(3, 40, 20, tables)
+    assert enough > blocks_for(3, 40, 20)
+    run = make_runner(shape="tiny-window", num_blocks=enough).decode(3, 40, 20)
+    assert len(run.sampled) == WARMUP_STEPS + 20
+
+
 def test_a_model_with_states_decodes_what_its_states_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
         "hidden_size": 64,

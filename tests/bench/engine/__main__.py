@@ -41,10 +41,18 @@ from tandem.tests.bench.engine.shapes import (
     prefill_flops,
     random_weight,
 )
-from tandem.tests.bench.engine.steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for, states_for
+from tandem.tests.bench.engine.steps import (
+    BLOCK_SIZE,
+    PARTS,
+    BenchRunner,
+    blocks_for,
+    blocks_of,
+    states_for,
+)
+from tandem.workers.kv_cache.tables import plan_tables
 from tandem.workers.model.config import CheckpointError, Fields, ModelConfig
 from tandem.workers.model.device import DTYPES, enter_device
-from tandem.workers.model.footprint import kv_bytes_per_token
+from tandem.workers.model.footprint import CacheBytes, kv_layout
 from tandem.workers.model.loader import (
     ReadWeight,
     check_checkpoint,
@@ -199,18 +207,15 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
             raise InvalidArgument(
                 f"{context} tokens need {reach} positions, {options.name} has {longest}", option
             )
+    layout = kv_layout(config, options.dtype, options.kv_cache_dtype)
+    tables = plan_tables(layout, BLOCK_SIZE)
     decode_blocks = [
-        blocks_for(batch, context, options.steps) for batch, context in options.decodes
+        blocks_for(batch, context, options.steps, tables) for batch, context in options.decodes
     ]
-    num_blocks = max(
-        [*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)]
-    )
+    prompt_blocks = [blocks_of(prompt + BLOCK_SIZE, tables) for prompt in options.prompts]
+    num_blocks = max(decode_blocks + prompt_blocks)
     weights = loaded_bytes(config, options.dtype, options.device)
-    kv = (
-        num_blocks
-        * BLOCK_SIZE
-        * kv_bytes_per_token(config, 1, options.dtype, options.kv_cache_dtype)
-    )
+    kv = num_blocks * CacheBytes.of(layout, 1, block_size=BLOCK_SIZE).block
     if options.compare in _OTHERS:
         weights *= 2
         kv *= 2

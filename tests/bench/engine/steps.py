@@ -3,7 +3,7 @@
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -24,6 +24,7 @@ from tandem.workers.engine.plan import (
 )
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.tables import TableSpec
 from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.attention.quantized_cache import quantize
 from tandem.workers.model.config import ModelConfig
@@ -258,6 +259,15 @@ def states_for(config: ModelConfig, batch: int) -> int:
     return 2 * batch + 2 if any(layer.states for layer in config.layers) else 0
 
 
-def blocks_for(batch: int, context: int, steps: int) -> int:
-    """Returns the number of KV blocks that `BenchRunner.decode` needs."""
-    return batch * -(-(context + WARMUP_STEPS + steps + 2) // BLOCK_SIZE)
+def blocks_for(batch: int, context: int, steps: int, tables: Sequence[TableSpec] = ()) -> int:
+    """Returns a number of KV blocks that is enough for `BenchRunner.decode`.
+
+    `tables` are those of the model; empty stands for one table of all tokens.
+    """
+    return batch * blocks_of(context + WARMUP_STEPS + steps + 2, tables)
+
+
+def blocks_of(num_tokens: int, tables: Sequence[TableSpec] = ()) -> int:
+    """Returns the number of blocks of a sequence if no block leaves a window."""
+    sizes = [table.block_size for table in tables] or [BLOCK_SIZE]
+    return sum(-(-num_tokens // size) for size in sizes)
