@@ -11,12 +11,16 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
+from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
+from tandem.router.client.client import AsyncClient
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.scheduling import registry
@@ -24,12 +28,13 @@ from tandem.router.scheduling.policy import Candidate
 from tandem.router.scheduling.prefix_index import Prefix
 from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, fleet, split_fleet
+from tandem.tests.peers import IDENTITY
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.token_request import token_request
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
-from tandem.workers.tp.rank import Rank
+from tandem.workers.tp.rank import Rank, RankConfig, load_rank
 
 BEAM_PROMPTS = (3, 16, 17, 100)  # tokens
 BEAM_TOKENS = 16
@@ -255,6 +260,36 @@ async def test_conversations_continue_from_resume_points(
     share = sum(cached for cached, _ in turns[2:]) / sum(count for _, count in turns[2:])
     print(f"\n{share:.1%} of the prompt tokens of later turns cached")
     assert share >= 0.85
+
+
+async def test_a_request_for_more_states_than_a_worker_has_is_refused(tmp_path: Path) -> None:
+    """Each choice and each beam takes two."""
+    folder = make_tiny_decoder(tmp_path, "lfm2")
+    config = RankConfig(
+        model=str(folder),
+        identity=IDENTITY,
+        dtype="float32",
+        kv_cache_bytes=1 << 20,
+        state_slots=7,
+    )
+    served = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2048)
+    problem = "the request takes 8 states; 7 are available"
+    async with fleet(0, 1, rank=lambda role: load_rank(config)) as running:
+        server = await ApiServers.start(GenerationService([served], running.dispatcher))
+        try:
+            async with AsyncClient(server.grpc_address) as client:
+                wide: list[dict[str, Any]] = [{"n": 4}, {"beam_width": 4}]
+                for fields in wide:
+                    with pytest.raises(InvalidArgument, match=problem):
+                        await client.generate("dog", max_tokens=3, **fields)
+                assert len((await client.generate("dog", max_tokens=3, n=3)).choices) == 3
+            async with httpx.AsyncClient(base_url=f"http://{server.http_address}") as http:
+                body = {"model": "tiny", "prompt": "dog", "max_tokens": 3, "n": 4}
+                answer = await http.post("/v1/completions", json=body)
+                assert answer.status_code == 400
+                assert problem in answer.json()["error"]["message"]
+        finally:
+            await server.stop(0)
 
 
 async def _known(running: Fleet, tokens: Sequence[int], alignment: int) -> None:

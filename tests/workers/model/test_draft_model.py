@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.config import load_config
+from tandem.cluster.store.checked import checked_folder
+from tandem.proto.errors import InvalidArgument
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.workers.model.helpers import GREEDY, load, prompt
 from tandem.tests.workers.model.test_drafts import KINDS, NUM_TOKENS, Made, is_exact
 from tandem.workers.engine.config import Budgets, EngineConfig, SpeculativeConfig
@@ -272,3 +276,23 @@ def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
         load_rank(replace(config, draft_model=str(other)))
     with pytest.raises(ValueError, match=r"draft_model: config\.json: not found"):
         load_rank(replace(config, draft_model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba2", "mistral"])
+def test_a_draft_model_with_states_or_windows_is_refused(tmp_path: Path, kind: str) -> None:
+    """A wrong guess takes back tokens of its KV cache, but cannot take back a state."""
+    folder = make_tiny_decoder(tmp_path / "model", "llama")
+    fields = {"sliding_window": 24} if kind == "mistral" else {}
+    draft = make_tiny_decoder(tmp_path / "draft", kind, **fields)
+    config = RankConfig(
+        model=str(folder), identity=IDENTITY, dtype="float32", draft_model=str(draft)
+    )
+    refused = "^draft_model: keeps state or windows beside full KV cache$"
+    with pytest.raises(ValueError, match=refused):
+        load_rank(config)
+    service = load_config(
+        None, {"model": str(folder), "speculative": {"method": "draft_model", "model": str(draft)}}
+    )
+    refused = r"^speculative\.model: keeps state or windows beside full KV cache$"
+    with pytest.raises(InvalidArgument, match=refused):
+        checked_folder(service)

@@ -1,0 +1,21 @@
+"""What a service refuses of its model before it starts."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.config import load_config
+from tandem.cluster.store.checked import checked_folder
+from tandem.proto.errors import InvalidArgument
+from tandem.tests.tiny_decoders import make_tiny_decoder
+
+
+def test_a_service_on_gpus_refuses_a_model_that_keeps_states(tmp_path: Path) -> None:
+    folder = make_tiny_decoder(tmp_path, "lfm2")
+    fields = {"model": str(folder), "device": "cuda"}
+    with pytest.raises(InvalidArgument) as raised:
+        checked_folder(load_config(None, fields))
+    assert raised.value.message == (
+        "device: cuda: models that keep states run on cpu only; Lfm2ForCausalLM keeps states"
+    )
+    assert checked_folder(load_config(None, fields | {"device": "cpu"})) == folder
