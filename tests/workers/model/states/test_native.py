@@ -347,7 +347,7 @@ def test_the_experts_of_a_layer_may_be_one_tensor(
         assert all(torch.equal(each, logits[0]) for each in logits)
 
 
-@pytest.mark.parametrize("sizes", [(4, 12, 8), (6, 13, 8), (6, 12, 7)])
+@pytest.mark.parametrize("sizes", [(4, 12, 64), (6, 13, 64), (6, 12, 63)])
 def test_a_stack_of_experts_of_another_shape_is_refused(
     tmp_path: Path, sizes: tuple[int, int, int]
 ) -> None:
