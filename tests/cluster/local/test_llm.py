@@ -36,6 +36,7 @@ from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.fleet import is_idle, split_fleet
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.tiny_multimodal import make_tiny_multimodal
 from tandem.tests.workers.model.helpers import reference_greedy
 
@@ -126,6 +127,24 @@ def test_what_parameters_leave_out_is_as_generation_config_says(
     assert ids_of([long]) == expected_tokens(folder, [long.prompt_token_ids], NUM_TOKENS)
     assert ids_of([short]) == [long.outputs[0].token_ids[:5]]
     assert ids_of([sampled]) != ids_of([long])
+
+
+def test_a_model_that_keeps_states_generates_with_as_many_as_are_set(tmp_path: Path) -> None:
+    """Three choices take two states each; the prompt's state is shared until they fork."""
+    folder = make_tiny_decoder(tmp_path, "lfm2")
+    prompt = [numbers + 3 for numbers in range(40)]
+    (expected,) = expected_tokens(folder, [prompt], 8)
+    with LLM(str(folder), dtype="float32", kv_cache_gb=0.01, state_slots=7) as llm:
+        info = llm._loop.run(llm._engine.status()).info
+        assert info.num_states == 7
+        params = SamplingParams(temperature=0, max_tokens=8, n=3, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        assert [list(each.token_ids) for each in output.outputs] == [expected] * 3
+        with pytest.raises(
+            InvalidArgument, match="n: has 4 sequences; the maximum of a worker is 3"
+        ):
+            llm.generate("dog", SamplingParams(max_tokens=8, n=4))
+        wait_idle(llm)
 
 
 def test_prompts_of_every_form(llm: LLM) -> None:
