@@ -1,6 +1,7 @@
 """Measures how long streams stand still when their decode worker is killed, and in which stage.
 
     python -m tandem.tests.soak.gap --kills 20
+    python -m tandem.tests.soak.gap --model FOLDER  # random prompts to another model
 
 Runs workers with the demo model in bfloat16 as processes, and a dispatcher with its admission in
 this one, without Ray and without API servers, whose part is milliseconds. Streams with long prompts
@@ -22,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -34,6 +36,7 @@ from tandem.tests.matrix.nodes import Launcher, launched
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
 from tandem.workers.engine.config import default_chunk_tokens
+from tandem.workers.model.config import read_fields, text_fields
 
 STAGES: Final = ("noticed", "its turn", "queue", "prefill", "KV cache", "decode")
 """Of the time from the last token before the kill to the next one: until the session breaks; until
@@ -321,7 +324,7 @@ async def run(options: argparse.Namespace) -> Measured:
     measured = Measured()
     lengths = [options.prompt + number for number in range(-4, 4)]
     async with launched() as launcher:
-        pools = Pools(launcher, str(demo_model.folder()), options)
+        pools = Pools(launcher, options.model or str(demo_model.folder()), options)
         try:
             await asyncio.gather(
                 *(pools.start(role) for role in ("prefill", "decode") for _ in range(2))
@@ -329,7 +332,7 @@ async def run(options: argparse.Namespace) -> Measured:
             dispatcher = Dispatcher(pools.registry, identity=IDENTITY)
             expected = {
                 prompt: await stream(dispatcher, Measured(), prompt, f"alone-{number}", options)
-                for number, prompt in enumerate(demo_model.prompts(lengths))
+                for number, prompt in enumerate(prompts(options.model, lengths))
             }
             print("without faults: done", flush=True)
             with recording(measured.events):
@@ -345,6 +348,15 @@ async def run(options: argparse.Namespace) -> Measured:
         finally:
             pools.close()
     return measured
+
+
+def prompts(folder: str | None, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns a prompt of each length: text for the demo model, random tokens for another one."""
+    if folder is None:
+        return demo_model.prompts(lengths)
+    vocab_size = text_fields(read_fields(Path(folder))).integer("vocab_size")
+    numbers = random.Random(11)
+    return [tuple(numbers.choices(range(vocab_size), k=length)) for length in lengths]
 
 
 def _row(name: str, seconds: Sequence[float]) -> str:
@@ -365,6 +377,7 @@ def _quantiles(seconds: Sequence[float]) -> list[float]:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.gap", description=__doc__)
+    parser.add_argument("--model", help="a folder; by default the demo model")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument(
         "--period", type=float, default=4.0, help="seconds between a new worker and the next kill"

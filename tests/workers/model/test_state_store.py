@@ -134,3 +134,15 @@ def test_a_cache_without_states_refuses_their_spans() -> None:
     kv = PagedKv(LAYOUT, num_blocks=4, block_size=4, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="group"):
         read_now(kv, (0,), span("conv", range(2)))
+
+
+def test_a_cache_without_attention_has_states_alone() -> None:
+    """Its blocks have no bytes, and its memory can be mapped all the same."""
+    layout = KvLayout(layers=(MIXER, MIXER), dtype="bfloat16", model="m")
+    device = torch.device("cpu")
+    kv = PagedKv(layout, num_blocks=4, block_size=4, device=device, num_states=3, shared=True)
+    assert (kv.block_bytes, kv.parts, kv.layers) == (0, (), [(), ()])
+    assert [table.block_size for table in kv.tables] == [4]
+    kv.copy([(0, 1)])
+    assert kv.states is not None
+    assert kv.states.num_slots == 3
