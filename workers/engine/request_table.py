@@ -337,11 +337,8 @@ class RequestTable:
             TableBlocks(tuple(self.pool.match(names)), first) for first, names in hit.parts
         )
         lease = LeasedPrefix(num_tokens=hit.num_tokens, tables=tables, state=state)
-        num_leased = self.pool.count(BlockState.LEASED)
-        if (
-            2 * (num_leased + self.pool.num_evictable(lease.blocks))
-            > num_leased + self.pool.num_available
-        ):
+        slots = [] if state is None else [state]
+        if not (_leaves_half(self.pool, lease.blocks) and _leaves_half(self.states.pool, slots)):
             return LeasedPrefix()
         self._lease_copied(lease.blocks)
         if state is not None:
@@ -525,6 +522,12 @@ class RequestTable:
         self.num_holding -= sequence.num_branches
         self.running.remove(sequence)
         self.dropped.append(sequence.spec.id)
+
+
+def _leaves_half(pool: BlockPool, leased: list[int]) -> bool:
+    """Returns True if at least half of what sequences may use is left to them after the lease."""
+    num_leased = pool.count(BlockState.LEASED)
+    return 2 * (num_leased + pool.num_evictable(leased)) <= num_leased + pool.num_available
 
 
 def _check_pool(

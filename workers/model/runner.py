@@ -184,7 +184,9 @@ class ModelRunner(Executor):
         )
         host_states = None
         if num_host_states:
-            host_states = StateStore(layout, num_slots=num_host_states, tp=tp.size, rank=tp.rank)
+            host_states = StateStore(
+                layout, num_slots=num_host_states, tp=tp.size, rank=tp.rank, setting="kv_host_gb"
+            )
         adapters = AdapterTable(
             loaded.model.lora,
             dtype=DTYPES[loaded.dtype],

@@ -317,9 +317,16 @@ async def test_preempted_requests_get_exactly_their_tokens(
             assert tokens == expected_tokens(prompt, 80, VOCAB)
             return timeline.attempts
 
-        assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
-        restored = sum(status.num_restored_tokens for status in await running.statuses())
-        assert (restored > 0) == (num_host_blocks > 0 or has_disk)
+        restores = num_host_blocks > 0 or has_disk
+        restored = 0
+        async with asyncio.timeout(30):
+            # On a busy machine a block may be needed again before it is on the disk.
+            while not restored:
+                assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
+                restored = sum(status.num_restored_tokens for status in await running.statuses())
+                if not restores:
+                    break
+        assert (restored > 0) == restores
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

@@ -10,8 +10,7 @@ import torch
 from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry
 from tandem.workers.kv_cache.tables import TableBlocks
-from tandem.workers.model.kv import host
-from tandem.workers.model.kv import store as module
+from tandem.workers.model.kv import allocate, host
 from tandem.workers.model.kv.store import PagedKv
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
@@ -313,9 +312,9 @@ def test_what_does_not_fit_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     size = store(block_size=4).data.nbytes
-    monkeypatch.setattr(module, "available_memory", lambda: size)
+    monkeypatch.setattr(allocate, "available_memory", lambda: size)
     assert not store(block_size=4, shared=shared).data.any()
-    monkeypatch.setattr(module, "available_memory", lambda: size - 1)
+    monkeypatch.setattr(allocate, "available_memory", lambda: size - 1)
     with pytest.raises(
         ValueError, match=r"kv_cache_gb: .* GiB do not fit into the .* GiB that are available"
     ):

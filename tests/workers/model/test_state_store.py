@@ -146,3 +146,9 @@ def test_a_cache_without_attention_has_states_alone() -> None:
     kv.copy([(0, 1)])
     assert kv.states is not None
     assert kv.states.num_slots == 3
+
+
+@pytest.mark.parametrize("setting", ["kv_cache_gb", "kv_host_gb"])
+def test_states_that_do_not_fit_into_memory_are_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{setting}: .* GiB do not fit into the .* available$"):
+        StateStore(LAYOUT, num_slots=1 << 40, setting=setting)

@@ -10,6 +10,7 @@ from ...kv_cache.layout import KvLayout, KvSpan
 from ...kv_cache.memory import plan_state
 from ...kv_cache.store import slots_of
 from ...kv_cache.tables import STATE_TABLE, TableBlocks
+from .allocate import host_memory
 from .spans import check_length, check_table
 
 
@@ -20,8 +21,20 @@ class StateStore:
     of a part through a view with the distance of two slots as its first stride.
     """
 
-    def __init__(self, layout: KvLayout, *, num_slots: int, tp: int = 1, rank: int = 0) -> None:
-        """Allocates zeros. Raises ValueError as `check_split` does."""
+    def __init__(
+        self,
+        layout: KvLayout,
+        *,
+        num_slots: int,
+        tp: int = 1,
+        rank: int = 0,
+        setting: str = "kv_cache_gb",
+    ) -> None:
+        """Allocates zeros.
+
+        Raises ValueError as `check_split` does, and one that names `setting` if host memory is
+        insufficient.
+        """
         self.num_slots = num_slots
         self._layout = layout
         self._first_group = len(layout.token_groups)
@@ -30,7 +43,8 @@ class StateStore:
         padded = [group.padded_bytes for group in plan]
         self.slot_bytes = sum(padded)
         # [num_slots, slot_bytes]
-        self.slots = torch.zeros(num_slots, self.slot_bytes, dtype=torch.uint8)
+        memory = host_memory(num_slots * self.slot_bytes, setting)
+        self.slots = memory.view(num_slots, self.slot_bytes)
         # Of each group, uint8 [num_slots, num_layers, planes, KV heads, row_bytes].
         self._groups = [
             part[:, : group.num_bytes].view(num_slots, *group.shape)

@@ -20,6 +20,7 @@ from ...kv_cache.memory import KvMemory, plan_memory
 from ...kv_cache.store import Completed, KvRead, slots_of
 from ...kv_cache.tables import TableBlocks, table_of
 from ..device import FP8_GPUS, can_compute_fp8, indices
+from .allocate import check_available, host_memory, misfit
 from .gpu import GpuKv
 from .host import HostKv
 from .states import StateStore
@@ -145,7 +146,7 @@ class PagedKv:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         if not shared:
             return host_memory(num_bytes, "kv_cache_gb")
-        _check_available(num_bytes, "kv_cache_gb")
+        check_available(num_bytes, "kv_cache_gb")
         # A model without attention has blocks without bytes, but no empty file can be mapped.
         size = max(num_bytes, 1)
         # The kernel frees an unnamed file with the last process that maps it.
@@ -154,7 +155,7 @@ class PagedKv:
         try:
             os.posix_fallocate(self.shared_fd, 0, size)
         except OSError as error:
-            raise ValueError(_misfit("kv_cache_gb", num_bytes, available_memory())) from error
+            raise ValueError(misfit("kv_cache_gb", num_bytes, available_memory())) from error
         shared_memory: torch.Tensor = torch.frombuffer(
             mmap.mmap(self.shared_fd, size), dtype=torch.uint8
         )
@@ -260,7 +261,7 @@ class HostBlocks:
         """Returns zeros, uint8 [num_bytes], that are freed with this object."""
         if self._kv.device.type != "cuda":
             return host_memory(num_bytes, "kv_host_gb")
-        _check_available(num_bytes, "kv_host_gb")
+        check_available(num_bytes, "kv_host_gb")
         try:
             memory = pinned_memory(num_bytes)
         except MemoryError as error:
@@ -301,25 +302,3 @@ class HostBlocks:
             return
         for block, place in pairs:
             target[place].copy_(source[block], non_blocking=True)
-
-
-def host_memory(num_bytes: int, setting: str) -> torch.Tensor:
-    """Returns zeros in host memory, uint8 [num_bytes].
-
-    Raises ValueError, which names the setting, if they do not fit. All pages are allocated now:
-    insufficient memory must fail here, not under load by the kernel's OOM killer.
-    """
-    _check_available(num_bytes, setting)
-    return torch.zeros(num_bytes, dtype=torch.uint8)
-
-
-def _check_available(num_bytes: int, setting: str) -> None:
-    if num_bytes > (available := available_memory()):
-        raise ValueError(_misfit(setting, num_bytes, available))
-
-
-def _misfit(setting: str, num_bytes: int, available: int) -> str:
-    return (
-        f"{setting}: {num_bytes / 2**30:.3g} GiB do not fit into the {available / 2**30:.3g} GiB "
-        "that are available"
-    )

@@ -127,7 +127,9 @@ class ExpertsBesideShared(Module):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
-        shared = self.shared(x, None) * torch.sigmoid(self.gate.apply(x))
+        gate = self.gate.apply(x)  # [num_tokens, 1]
+        # torch's sigmoid rounds the last rows of a batch in another way than the others.
+        shared = self.shared(x, None) * sigmoid_gated(torch.ones_like(gate), gate)
         return self.routed(x, shared if residual is None else residual + shared)
 
 

@@ -140,3 +140,12 @@ def test_gates_of_large_numbers_are_finite(value: float) -> None:
         mixers.delta_gates(x, x, -one, one), reference.delta_gates(x, x, -one, one), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_gate_of_one_number_does_not_depend_on_the_rows_beside_it() -> None:
+    """Of the expert for all tokens; torch's sigmoid differs in the last rows of a batch."""
+    gate = noise(1001, 1, seed=5)
+    ones = torch.ones_like(gate)
+    alone = torch.cat([sigmoid_gated(ones[:1], row) for row in torch.split(gate, 1)])
+    assert torch.equal(sigmoid_gated(ones, gate), alone)
+    assert torch.allclose(alone, torch.sigmoid(gate))
