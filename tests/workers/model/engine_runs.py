@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.tests.workers.model.helpers import GREEDY, prompt, recorded_logits
+from tandem.tests.workers.model.helpers import GREEDY, copy_state, prompt, recorded_logits
 from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.config import Budgets, EngineConfig, SpeculativeConfig
 from tandem.workers.engine.engine import Engine
@@ -22,6 +22,7 @@ DRAFTS = SpeculativeConfig(prompt_lookup_min=1, prompt_lookup_max=2)
 
 PROMPT = tuple(prompt(110, 1))
 NUM_TOKENS = 30  # of each answer
+STATE_TOKENS = 48  # between the regular resume points of a model with states
 
 
 @dataclass
@@ -55,6 +56,8 @@ class RecordedEngine:
             num_blocks=runner.kv.num_blocks,
             block_size=runner.kv.block_size,
             tables=runner.kv.tables,
+            num_states=runner.kv.states.num_slots if runner.kv.states else 0,
+            state_tokens=STATE_TOKENS if runner.kv.states else 0,
             overlap=overlap,
             budgets=Budgets(**limits),
         )
@@ -162,6 +165,9 @@ def move(source: RecordedEngine, target: RecordedEngine, number: int, num_left: 
             table = kv.table_of_layer[layer]
             data = read_now(source.runner.kv, event.tables[table], part)
             kv.write(admitted.tables[table], part, data)
+    if event.state is not None:
+        assert admitted.state is not None
+        copy_state(source.runner.kv, event.state, kv, admitted.state)
     target.engine.commit_import(number, FirstTokens(tokens=(event.first_token,)))
     source.engine.cancel(number)
 

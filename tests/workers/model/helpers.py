@@ -29,6 +29,7 @@ from tandem.workers.engine.plan import (
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.checkpoint import Checkpoint
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
@@ -94,6 +95,23 @@ def reference_greedy(
     )
     tokens: list[int] = output[0, len(token_ids) :].tolist()
     return tokens
+
+
+def copy_state(source: PagedKv, slot: int, target: PagedKv, target_slot: int) -> None:
+    """Copies a state to the cache of another runner, group by group."""
+    for number, group in enumerate(source.layout.groups):
+        if group.part.state:
+            part = KvSpan(
+                group=number,
+                first_layer=0,
+                num_layers=len(group.layers),
+                first_token=0,
+                num_tokens=1,
+                first_slot=0,
+                num_slots=source.num_slots(number),
+            )
+            data = read_now(source, TableBlocks((slot,)), part)
+            target.write(TableBlocks((target_slot,)), part, data)
 
 
 class Driver:
@@ -172,20 +190,9 @@ class Driver:
     def copy_to(self, other: "Driver", sequence_id: int, num_tokens: int) -> None:
         """Copies what another runner needs of a sequence's KV cache to compute its next token."""
         source, target = self.runner.kv, other.runner.kv
-        for number, group in enumerate(source.layout.groups):
-            if group.part.state:
-                part = KvSpan(
-                    group=number,
-                    first_layer=0,
-                    num_layers=len(group.layers),
-                    first_token=0,
-                    num_tokens=1,
-                    first_slot=0,
-                    num_slots=source.num_slots(number),
-                )
-                slot = TableBlocks((self.states[sequence_id][num_tokens],))
-                imported = TableBlocks((other.imported[sequence_id],))
-                target.write(imported, part, read_now(source, slot, part))
+        if source.states:
+            slot = self.states[sequence_id][num_tokens]
+            copy_state(source, slot, target, other.imported[sequence_id])
         for layer, geometry in enumerate(source.layout.layers):
             if not geometry.keeps_tokens:
                 continue

@@ -27,6 +27,7 @@ from tandem.tests.workers.model.engine_runs import (
 )
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
 from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
 NUM_TOKENS = 150  # more than two tiles of keys
@@ -102,7 +103,8 @@ def test_another_order_of_accumulation_is_seen(
     assert torch.allclose(whole[NUM_TOKENS].float(), decoded[NUM_TOKENS].float(), atol=0.5)
 
 
-# Prompts of Gemma 3 that are longer than four windows of 24 tokens, in blocks of 8 and 4 tokens.
+# Prompts of Gemma 3 that are longer than four windows of 24 tokens, in blocks of 8 and 4 tokens,
+# and of Qwen3.5, in blocks of 8.
 # Few tokens are sampled, so that n-grams repeat and drafts are accepted.
 SAMPLING = few_tokens(*range(3, 9))
 TURNS = (
@@ -114,20 +116,25 @@ TURNS = (
 )
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma")
-    return make_tiny_model(folder, "gemma3", hidden_size=256, head_dim=32)
+@pytest.fixture(scope="module", params=["gemma3", "qwen3_5"])
+def sparse_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with windows, and one with states."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_tiny_model(folder, request.param, hidden_size=256, head_dim=32)
 
 
 @pytest.fixture(scope="module")
-def windows(gemma: Path) -> ModelRunner:
-    return load_windows(gemma)
+def sparse(sparse_folder: Path) -> ModelRunner:
+    return load_sparse(sparse_folder)
 
 
-def load_windows(folder: Path) -> ModelRunner:
-    runner = load(folder, dtype="bfloat16", block_size=4, num_blocks=400)
-    assert [(each.window, each.block_size) for each in runner.kv.tables] == [(None, 8), (24, 4)]
+def load_sparse(folder: Path) -> ModelRunner:
+    """Loads a model whose resume points are multiples of 8 tokens."""
+    has_states = any(layer.states for layer in open_checkpoint(folder).config.layers)
+    block_size = 8 if has_states else 4
+    runner = load(folder, dtype="bfloat16", block_size=block_size, num_blocks=400, num_states=64)
+    tables = [(None, 8)] if has_states else [(None, 8), (24, 4)]
+    assert [(each.window, each.block_size) for each in runner.kv.tables] == tables
     return runner
 
 
@@ -140,13 +147,13 @@ def alone(runner: ModelRunner, tokens: tuple[int, ...]) -> Answer:
 @pytest.mark.parametrize("name", TURNS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_resume_point_gives_the_logits_of_the_whole_prompt(
-    windows: ModelRunner, name: str, overlap: bool
+    sparse: ModelRunner, name: str, overlap: bool
 ) -> None:
-    answer = alone(windows, PROMPT).tokens
+    answer = alone(sparse, PROMPT).tokens
     turn = resumed_turns(answer, alignment=8, spacing=48)[name]
-    expected = alone(windows, turn.last)
+    expected = alone(sparse, turn.last)
     for num_mates, drafts in ((0, None), (3, None), (3, DRAFTS)):
-        engine = RecordedEngine(windows, overlap=overlap, speculative=drafts)
+        engine = RecordedEngine(sparse, overlap=overlap, speculative=drafts)
         found = run_turn(engine, turn, num_mates, sampling=SAMPLING)
         assert (found.num_cached, found.tokens) == (turn.num_cached, expected.tokens)
         assert rows_that_differ(found, expected) == []
@@ -158,11 +165,11 @@ def test_a_resume_point_gives_the_logits_of_the_whole_prompt(
 @pytest.mark.parametrize("drafts", [None, DRAFTS])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_suspended_sequence_continues_with_the_same_logits(
-    gemma: Path, windows: ModelRunner, overlap: bool, drafts: object
+    sparse_folder: Path, sparse: ModelRunner, overlap: bool, drafts: object
 ) -> None:
     """From one worker to another and back, where its prompt is cached."""
-    expected = alone(windows, PROMPT)
-    runners = windows, load_windows(gemma)
+    expected = alone(sparse, PROMPT)
+    runners = sparse, load_sparse(sparse_folder)
     engines = [
         RecordedEngine(runner, overlap=overlap, speculative=drafts, chunk_tokens=chunk_tokens)
         for runner, chunk_tokens in zip(runners, (64, 40), strict=True)
