@@ -150,6 +150,9 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
         quiet: list[int] = []
         await num_objects(8)  # fills the prefix caches of both decode workers
         quiet = held()
+        for _ in range(20):  # some timers come and go when nothing runs
+            await asyncio.sleep(0.02)
+            quiet = [max(pair) for pair in zip(quiet, held(), strict=True)]
         quiet[1] += 1  # the timer of the timeout there
         counts = [await num_objects(5) for _ in range(4)]
         grown = [after - before for before, after in pairwise(counts)]
