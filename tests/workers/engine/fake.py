@@ -317,8 +317,7 @@ class FakeExecutor(Executor):
             if not self._uncollected or self._uncollected[0] is not plan:
                 raise RuntimeError("a step is collected out of order or twice")
             self._uncollected.popleft()
-            if self.step_seconds:
-                time.sleep(self.step_seconds)
+            time.sleep(self.step_seconds)  # also 0: other threads run during a step
             return samples
 
         return collect
