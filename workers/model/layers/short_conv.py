@@ -12,12 +12,11 @@ from ..states.steps import StepStates
 from .linear import BuildOptions, ColumnParallelLinear, RowParallelLinear, split_outputs
 
 _STATE: Final = "conv"
-_RUN: Final = 64  # channels that act as a head
 
 
 def short_conv_states(channels: int, width: int) -> tuple[StatePart, ...]:
     """Returns the state of a convolution of `width` inputs of each channel: the last inputs."""
-    run = _RUN if channels % _RUN == 0 else channels
+    run = mixers.channels_of_head(channels)
     heads = channels // run
     row = (width - 1) * run
     return (StatePart(name=_STATE, num_heads=heads, num_kv_heads=heads, row=row, dtype="auto"),)

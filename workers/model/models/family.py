@@ -19,6 +19,12 @@ from ..layers.rows import EmbeddingRows
 from ..module import Module
 from ..states.steps import StepStates
 
+Attend = Callable[[torch.Tensor, torch.Tensor | None, CosSin | None, StepAttention], torch.Tensor]
+"""Maps x [num_tokens, hidden] to the same shape by attention, and adds the residual."""
+
+Mix = Callable[[torch.Tensor, torch.Tensor | None, StepStates], torch.Tensor]
+"""Does the same by a mixer, which reads and writes the states of the step's sequences."""
+
 
 class CausalLM(Module, ABC):
     """Computes a decoder-only model; parameters are on `meta` until the loader fills them."""
@@ -77,6 +83,28 @@ class DecoderLayer(Module, ABC):
         states: StepStates | None = None,
     ) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape; x may be overwritten."""
+
+
+class HybridDecoderLayer(DecoderLayer):
+    """Computes attention or, in its place, a mixer that keeps a state."""
+
+    self_attn: Attend | None
+    mixer: Mix | None
+
+    def mix(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: CosSin | None,
+        attention: StepAttention,
+        states: StepStates | None,
+    ) -> torch.Tensor:
+        """Maps normalized x [num_tokens, hidden] to the same shape, added to `residual`."""
+        if self.self_attn is not None:
+            return self.self_attn(x, residual, rotary, attention)
+        assert self.mixer is not None
+        assert states is not None
+        return self.mixer(x, residual, states)
 
 
 class ModelFamily(NamedTuple):

@@ -90,12 +90,10 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     """Scales the embeddings by sqrt(hidden_size) and soft-caps the logits."""
 
     layer_type: ClassVar[type[DecoderLayer]] = Gemma2DecoderLayer
+    norm_offset = 1.0
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         super().__init__(config, build)
-        self.norm = RMSNorm(
-            "model.norm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0
-        )
         # transformers rounds this factor to the dtype of the weights.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
 

@@ -19,7 +19,7 @@ from ..layers.rotary import CosSin
 from ..layers.rows import EmbeddingRows
 from ..layers.scaling import scaled
 from ..states.steps import StepStates
-from .family import DecoderLayer
+from .family import DecoderLayer, HybridDecoderLayer
 from .llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -110,7 +110,7 @@ class GraniteSharedMLP(LlamaMLP):
     down_name = "output_linear"
 
 
-class GraniteHybridDecoderLayer(DecoderLayer):
+class GraniteHybridDecoderLayer(HybridDecoderLayer):
     """Adds attention or a mixer, then an MLP and experts, each times a factor."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
@@ -121,10 +121,10 @@ class GraniteHybridDecoderLayer(DecoderLayer):
             RMSNorm(f"{prefix}.{name}", size, config.norm_eps, build.dtype)
             for name in ("input_layernorm", "post_attention_layernorm")
         )
-        self.self_attn: GraniteAttention | None = None
-        self.mamba: Mamba2 | None = None
+        self.self_attn = None
+        self.mixer = None
         if config.layers[index].states:
-            self.mamba = Mamba2(config, index, f"{prefix}.mamba", build)
+            self.mixer = Mamba2(config, index, f"{prefix}.mamba", build)
         else:
             self.self_attn = GraniteAttention(config, index, f"{prefix}.self_attn", build)
         self.shared_mlp = GraniteSharedMLP(config, f"{prefix}.shared_mlp", build)
@@ -147,13 +147,7 @@ class GraniteHybridDecoderLayer(DecoderLayer):
         attention: StepAttention,
         states: StepStates | None = None,
     ) -> torch.Tensor:
-        normed = self.input_layernorm(x)
-        if self.self_attn is not None:
-            mixed = self.self_attn(normed, None, rotary, attention)
-        else:
-            assert self.mamba is not None
-            assert states is not None
-            mixed = self.mamba(normed, None, states)
+        mixed = self.mix(self.input_layernorm(x), None, rotary, attention, states)
         x = scaled(mixed, self._scale, x)
         normed = self.post_attention_layernorm(x)
         output = self.shared_mlp(normed, None)

@@ -16,7 +16,7 @@ from ..layers.norm import RMSNorm
 from ..layers.rotary import CosSin
 from ..layers.short_conv import ShortConv, short_conv_states
 from ..states.steps import StepStates
-from .family import DecoderLayer
+from .family import HybridDecoderLayer
 from .llama import FeedForward, LlamaForCausalLM, LlamaMLP
 from .parsing import MAX_LAYERS, parse_decoder_config, parse_layer_kinds, parse_rope
 from .qwen import Qwen3Attention
@@ -40,7 +40,7 @@ class Lfm2MLP(LlamaMLP):
     down_name = "w2"
 
 
-class Lfm2DecoderLayer(DecoderLayer):
+class Lfm2DecoderLayer(HybridDecoderLayer):
     """Adds attention or a short convolution, then the MLP, each applied to normalized states."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
@@ -50,10 +50,10 @@ class Lfm2DecoderLayer(DecoderLayer):
             RMSNorm(f"{prefix}.{name}", size, config.norm_eps, build.dtype)
             for name in ("operator_norm", "ffn_norm")
         )
-        self.self_attn: Lfm2Attention | None = None
-        self.conv: ShortConv | None = None
+        self.self_attn = None
+        self.mixer = None
         if config.layers[index].states:
-            self.conv = ShortConv(config, index, f"{prefix}.conv", build)
+            self.mixer = ShortConv(config, index, f"{prefix}.conv", build)
         else:
             self.self_attn = Lfm2Attention(config, index, f"{prefix}.self_attn", build)
         self.feed_forward = _feed_forward(config, index, f"{prefix}.feed_forward", build)
@@ -65,11 +65,7 @@ class Lfm2DecoderLayer(DecoderLayer):
         attention: StepAttention,
         states: StepStates | None = None,
     ) -> torch.Tensor:
-        normed = self.operator_norm(x)
-        if self.self_attn is not None:
-            x = self.self_attn(normed, x, rotary, attention)
-        elif self.conv is not None and states is not None:
-            x = self.conv(normed, x, states)
+        x = self.mix(self.operator_norm(x), x, rotary, attention, states)
         return self.feed_forward(self.ffn_norm(x), x)
 
 

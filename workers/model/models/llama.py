@@ -138,6 +138,7 @@ class LlamaForCausalLM(CausalLM):
     layer_type: ClassVar[type[DecoderLayer]] = LlamaDecoderLayer
     embedding_name: ClassVar[str] = "model.embed_tokens"
     norm_name: ClassVar[str] = "model.norm"
+    norm_offset: ClassVar[float] = 0.0  # added to the weight of the last norm
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         """Raises ValueError if the heads cannot be split over the ranks."""
@@ -148,7 +149,11 @@ class LlamaForCausalLM(CausalLM):
         self.embed_tokens = VocabParallelEmbedding(self.embedding_name, *size, build)
         self.layers = [self.layer_type(config, index, build) for index in range(len(config.layers))]
         self.norm: RMSNorm | LayerNorm = RMSNorm(
-            self.norm_name, config.hidden_size, config.norm_eps, build.dtype
+            self.norm_name,
+            config.hidden_size,
+            config.norm_eps,
+            build.dtype,
+            offset=self.norm_offset,
         )
         tied = self.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead("lm_head", size, build, tied)

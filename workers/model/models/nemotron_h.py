@@ -19,7 +19,7 @@ from ..layers.rotary import CosSin
 from ..layers.scaling import relu_squared
 from ..module import Module
 from ..states.steps import StepStates
-from .family import DecoderLayer
+from .family import HybridDecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM
 from .parsing import parse_decoder_config, parse_groups, parse_layer_kinds
 
@@ -101,7 +101,7 @@ class NemotronExperts(Module):
         return total + self.from_latent(self.experts(x, None, self.to_latent(x)))
 
 
-class NemotronDecoderLayer(DecoderLayer):
+class NemotronDecoderLayer(HybridDecoderLayer):
     """Adds one of the four kinds, applied to normalized hidden states."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
@@ -109,13 +109,13 @@ class NemotronDecoderLayer(DecoderLayer):
         prefix = f"backbone.layers.{index}"
         self.norm = RMSNorm(f"{prefix}.norm", config.hidden_size, config.norm_eps, build.dtype)
         mixer = f"{prefix}.mixer"
-        self.mamba: Mamba2 | None = None
-        self.attention: LlamaAttention | None = None
+        self.self_attn = None
+        self.mixer = None
         self.mlp: NemotronMLP | NemotronExperts | None = None
         if layer.states:
-            self.mamba = Mamba2(config, index, mixer, build)
+            self.mixer = Mamba2(config, index, mixer, build)
         elif layer.keeps_tokens:
-            self.attention = LlamaAttention(config, index, mixer, build)
+            self.self_attn = LlamaAttention(config, index, mixer, build)
         elif config.experts is not None and index in config.experts.layers:
             self.mlp = NemotronExperts(config, mixer, build)
         else:
@@ -131,11 +131,7 @@ class NemotronDecoderLayer(DecoderLayer):
         normed = self.norm(x)
         if self.mlp is not None:
             return self.mlp(normed, x)
-        if self.attention is not None:
-            return self.attention(normed, x, rotary, attention)
-        assert self.mamba is not None
-        assert states is not None
-        return self.mamba(normed, x, states)
+        return self.mix(normed, x, rotary, attention, states)
 
 
 class NemotronHForCausalLM(LlamaForCausalLM):

@@ -37,10 +37,9 @@ def parse_decoder_config(
 
     `activation` and `norm_eps` are names and defaults of two fields that differ between families.
     `intermediate_size` and `tied` are defaults of fields; `tied` is that of tie_word_embeddings.
-    Without `rope`, all layers have the rotary
-    embedding that the fields describe. A layer with `states` has no attention, so it keeps nothing
-    for each token. Raises CheckpointError if a field is missing, ill-typed, out of bounds or not
-    supported.
+    Without `rope`, all layers have the rotary embedding that the fields describe. A layer with
+    `states` has no attention, so it keeps nothing for each token. Raises CheckpointError if a field
+    is missing, ill-typed, out of bounds or not supported.
     """
     if (name := fields.text(*activation)) not in _ACTIVATIONS:
         raise fields.error(
@@ -52,8 +51,9 @@ def parse_decoder_config(
     num_kv_heads = _num_kv_heads(fields, num_heads)
     head_dim = _head_dim(fields, hidden_size, num_heads)
     shared = None if rope else parse_rope(fields)
+    parts = [states(index) for index in range(num_layers)]
     ropes = tuple(
-        None if states(index) else rope(index) if rope else shared for index in range(num_layers)
+        None if kept else rope(index) if rope else shared for index, kept in enumerate(parts)
     )
     for each in filter(None, set(ropes)):
         _check_rope(fields, each, head_dim)
@@ -65,12 +65,12 @@ def parse_decoder_config(
         layers=tuple(
             LayerGeometry(
                 num_heads=num_heads,
-                num_kv_heads=0 if states(index) else num_kv_heads,
+                num_kv_heads=0 if kept else num_kv_heads,
                 head_dim=head_dim,
                 window=window(index),
-                states=states(index),
+                states=kept,
             )
-            for index in range(num_layers)
+            for index, kept in enumerate(parts)
         ),
         ropes=ropes,
         max_position_embeddings=fields.integer("max_position_embeddings"),

@@ -23,7 +23,7 @@ from ..module import Module
 from ..quant.base import LinearPartition
 from ..quant.unquantized import UnquantizedLinearMethod
 from ..states.steps import StepStates
-from .family import DecoderLayer
+from .family import DecoderLayer, HybridDecoderLayer
 from .llama import FeedForward, LlamaForCausalLM, LlamaMLP
 from .mixtral import parse_routed_experts
 from .parsing import parse_decoder_config, parse_layer_kinds, parse_rope
@@ -56,7 +56,7 @@ class GatedAttention(Qwen3Attention):
         return self.o_proj(sigmoid_gated(attended, gate), residual)
 
 
-class Qwen35DecoderLayer(DecoderLayer):
+class Qwen35DecoderLayer(HybridDecoderLayer):
     """Adds attention or a gated delta net, then the MLP, each applied to normalized states."""
 
     mixer_type: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
@@ -70,11 +70,11 @@ class Qwen35DecoderLayer(DecoderLayer):
             return RMSNorm(f"{prefix}.{name}_layernorm", size, epsilon, build.dtype, offset=1.0)
 
         self.input_layernorm = norm("input")
-        self.self_attn: GatedAttention | None = None
-        self.linear_attn: GatedDeltaNet | None = None
+        self.self_attn = None
+        self.mixer = None
         if config.delta and config.layers[index].states:
             mixer = f"{prefix}.linear_attn"
-            self.linear_attn = self.mixer_type(config.delta, index, mixer, size, epsilon, build)
+            self.mixer = self.mixer_type(config.delta, index, mixer, size, epsilon, build)
         else:
             self.self_attn = GatedAttention(config, index, f"{prefix}.self_attn", build)
         self.post_attention_layernorm = norm("post_attention")
@@ -93,13 +93,7 @@ class Qwen35DecoderLayer(DecoderLayer):
         attention: StepAttention,
         states: StepStates | None = None,
     ) -> torch.Tensor:
-        normed = self.input_layernorm(x)
-        if self.self_attn:
-            x = self.self_attn(normed, x, rotary, attention)
-        else:
-            assert self.linear_attn is not None
-            assert states is not None
-            x = self.linear_attn(normed, x, states)
+        x = self.mix(self.input_layernorm(x), x, rotary, attention, states)
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
@@ -154,12 +148,7 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
     """Uses Qwen3.5's layers in Llama's tree."""
 
     layer_type: ClassVar[type[DecoderLayer]] = Qwen35DecoderLayer
-
-    def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
-        super().__init__(config, build)
-        self.norm = RMSNorm(
-            "model.norm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0
-        )
+    norm_offset = 1.0
 
 
 class Qwen35MoeForCausalLM(Qwen35ForCausalLM):

@@ -8,6 +8,7 @@ steps, or on the other sequences of a step. `steps` names the slots; the memory 
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 
@@ -15,6 +16,13 @@ from ..kernels.c import cpu, gates
 from ..kernels.c import states as kernels
 from . import reference
 from .steps import StateSteps
+
+_RUN: Final = 64
+
+
+def channels_of_head(channels: int) -> int:
+    """Returns the number of adjacent channels of a convolution, or of Mamba, that act as a head."""
+    return _RUN if channels % _RUN == 0 else channels
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

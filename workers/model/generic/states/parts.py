@@ -13,12 +13,7 @@ from ...states.steps import StepStates
 from .mixers import ConvCall, DeltaCall, Mamba2Call, MambaCall, MixerCall
 
 MATRIX: Final = "matrix"
-_RUN: Final = 64  # channels of a convolution, or of Mamba, that act as a head
 _SILU: Final = ("silu", "swish")
-
-
-def _run_of(channels: int) -> int:
-    return _RUN if channels % _RUN == 0 else channels
 
 
 def _part(name: str, num_heads: int, heads: int, row: int, dtype: str) -> StatePart:
@@ -44,7 +39,7 @@ def derive_parts(calls: Sequence[MixerCall], num_heads: int) -> tuple[StatePart,
     matrix: tuple[int, int] | None = None  # heads and numbers
     match calls[1:]:
         case []:
-            run = _run_of(channels)
+            run = mixers.channels_of_head(channels)
             shapes = [("conv", channels // run, run)]
         case [DeltaCall() as call]:
             _, key_heads, rows = call.key.shape
@@ -57,7 +52,7 @@ def derive_parts(calls: Sequence[MixerCall], num_heads: int) -> tuple[StatePart,
             shapes = [("conv_x", heads, columns), ("conv_bc", 2 * groups, rows)]
             matrix = (heads, rows * columns)
         case [MambaCall() as call]:
-            run = _run_of(call.x.shape[1])
+            run = mixers.channels_of_head(call.x.shape[1])
             heads = call.x.shape[1] // run
             shapes = [("conv", heads, run)]
             matrix = (heads, call.a.shape[1] * run)
