@@ -57,6 +57,11 @@ class RequestTable:
         self.num_loaded_tokens = 0  # since the start
 
     @property
+    def is_importing(self) -> bool:
+        """Returns True if a sequence waits for its KV cache."""
+        return any(sequence.state is State.IMPORTING for sequence in self.sequences.values())
+
+    @property
     def waiting_tokens(self) -> int:
         """Returns the number of prompt tokens to compute.
 

@@ -67,15 +67,22 @@ class Scheduler:
         self._budgets = requests.config.budgets
         self._speculative = self._budgets.speculative
         self._has_states = self._config.num_states > 0
+        # The ids of the beam searches that wait for an import to end, see `_grow`.
+        self._stalled: set[int] = set()
 
     @property
     def has_work(self) -> bool:
         """Returns True if there is something to schedule or to update.
 
-        Imports that wait for their KV cache do not count as work.
+        Imports that wait for their KV cache do not count as work, nor do searches that wait for
+        their end.
         """
         requests = self._requests
-        return bool(requests.running or requests.committed or requests.dropped or self._can_admit())
+        if requests.committed or requests.dropped or self._can_admit():
+            return True
+        return not all(map(self._is_stalled, requests.running)) or (
+            bool(requests.running) and not requests.is_importing
+        )
 
     def fits(self, spec: SequenceSpec) -> bool:
         """Returns True if the sequence could run on an otherwise empty worker."""
@@ -131,13 +138,18 @@ class Scheduler:
                 suspended.append(sequence)
         events += map(self._lease, suspended)
         # Before any sequence has its step, so that either all beams of a search grow or none.
+        self._stalled.clear()
         for sequence in decodes:
             if sequence.num_scheduled == sequence.num_covered or (
                 self._has_states and not sequence.slots.free
             ):
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
-        decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
+        decodes = [
+            sequence
+            for sequence in decodes
+            if sequence.state is State.RUNNING and not self._is_stalled(sequence)
+        ]
         drafts = self._draft(decodes)
         steps = [
             self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ()))
@@ -315,15 +327,25 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> list[Event]:
         """Gives a sequence blocks for one more token.
 
-        Reports the sequences that are preempted for it. The sequence itself may be preempted.
+        Reports the sequences that are preempted for it. The sequence itself may be preempted if it
+        is the newest. A beam search waits instead while imports hold blocks. It would start again
+        from its prompt, so that two searches could preempt each other forever, each while the other
+        is imported. When the import has ended, its sequence is the newest.
         """
         events: list[Event] = []
         end = sequence.num_scheduled + 1
         while sequence.state is State.RUNNING and not (
             self._requests.extend(sequence, end) >= end and self._has_slot(sequence)
         ):
-            events += map(_preempted, self._requests.abort(self._requests.running[-1]))
+            newest = self._requests.running[-1]
+            if sequence.search and newest.search is sequence.search and self._requests.is_importing:
+                self._stalled.add(sequence.search.spec.id)
+                break
+            events += map(_preempted, self._requests.abort(newest))
         return events
+
+    def _is_stalled(self, sequence: Sequence) -> bool:
+        return sequence.search is not None and sequence.search.spec.id in self._stalled
 
     def _extend(self, sequence: Sequence, count: int) -> int:
         """Gives a prompt blocks for its next `count` tokens; returns the number that fit.

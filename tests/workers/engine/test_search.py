@@ -13,6 +13,7 @@ from tandem.tests.workers.engine.drive import (
     PROMPT,
     MakeWorker,
     fill,
+    first_tokens,
     make_worker,
     run,
     spec,
@@ -203,6 +204,30 @@ def test_a_search_is_preempted_as_one_and_reported_once(worker: MakeWorker) -> N
     assert gone == [5]
     assert list(target.sequences) == [1], "no beam is left"
     assert len(tokens_of(run(target), 1)) > 0
+    target.check_idle()
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_search_waits_for_an_import_and_is_not_preempted_for_it(
+    worker: MakeWorker, is_committed: bool
+) -> None:
+    """Two searches would preempt each other forever, each while the other is imported."""
+    target = worker(num_blocks=11, block_size=2, growth_tokens=0, prefix_caching=False)
+    target.submit(spec(5, PROMPT[:4], max_tokens=6, num_choices=2, beam=BEAM))
+    target.step()
+    target.submit(spec(9, PROMPT, task=Task.DECODE))
+    events = run(target)
+    assert [type(event) for event in events] == [Admitted], "nothing happens but the admission"
+    assert 5 in target.sequences
+    if is_committed:
+        (admitted,) = events
+        assert isinstance(admitted, Admitted)
+        target.engine.commit_import(9, first_tokens(fill(target, admitted, PROMPT)))
+    else:
+        target.engine.cancel(9)
+    events = run(target)
+    assert [e.id for e in events if isinstance(e, Preempted)] == ([9] if is_committed else [])
+    assert found(events, 5, 2) == best_hypotheses(PROMPT[:4], 6, 2, BEAM, frozenset())
     target.check_idle()
 
 
