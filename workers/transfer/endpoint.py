@@ -63,6 +63,7 @@ class PeerChannels:
         # The loop's time when the last call ended, or when the channel was made.
         self._unused_since: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._replaced: set[PeerChannel] = set()  # those with calls that have not ended
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -73,11 +74,12 @@ class PeerChannels:
 
         Call it before the next await: a channel without a call may be closed. A channel that fails
         to connect is replaced, because its calls fail without a try for up to a second: a request
-        gives up its KV cache after two fetches that fail.
+        gives up its KV cache after two fetches that fail. Earlier calls of that channel go on: a
+        peer that stops finishes them, although nothing can connect to it any more.
         """
         channel = self._channels.get(endpoint)
-        if channel is not None and channel.is_failing and not channel.num_calls:
-            self._close(channel)
+        if channel is not None and channel.is_failing:
+            self._close_after_calls(channel)
             channel = None
         if channel is None:
             channel = self._channels[endpoint] = PeerChannel(endpoint, self._identity)
@@ -89,8 +91,9 @@ class PeerChannels:
         """Closes all channels, which ends their calls."""
         for timer in self._timers.values():
             timer.cancel()
-        channels = list(self._channels.values())
+        channels = [*self._channels.values(), *self._replaced]
         self._channels.clear()
+        self._replaced.clear()
         self._unused_since.clear()
         self._timers.clear()
         await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
@@ -118,6 +121,19 @@ class PeerChannels:
             return
         del self._unused_since[endpoint]
         self._close(self._channels.pop(endpoint))
+
+    def _close_after_calls(self, channel: PeerChannel) -> None:
+        """Closes a replaced channel as soon as its calls have ended."""
+        if not channel.num_calls:
+            self._close(channel)
+            return
+        self._replaced.add(channel)
+        channel.on_unused = partial(self._close_replaced, channel)
+
+    def _close_replaced(self, channel: PeerChannel) -> None:
+        if channel in self._replaced:  # otherwise `close` has ended its last call
+            self._replaced.remove(channel)
+            self._close(channel)
 
     def _close(self, channel: PeerChannel) -> None:
         """Begins to close a channel without a call."""

@@ -34,7 +34,7 @@ from tandem.workers.transfer import connections
 from tandem.workers.transfer.collective import CollectiveConnector
 from tandem.workers.transfer.connections import Connection
 from tandem.workers.transfer.connector import KvConnector, TransferContext
-from tandem.workers.transfer.endpoint import KvEndpoint, PeerChannels
+from tandem.workers.transfer.endpoint import KvEndpoint, PeerChannels, add_bytes_method
 from tandem.workers.transfer.frames import (
     CONNECTION_LOST,
     Announce,
@@ -746,4 +746,52 @@ async def test_kv_cache_of_a_rank_that_is_reachable_again_is_fetched_at_once() -
             await pair.fetch()
             pair.check()
     finally:
+        await link.close()
+
+
+async def test_a_failing_channel_is_replaced_while_an_earlier_call_of_it_goes_on() -> None:
+    """A peer that stops finishes its calls, and takes no more connections."""
+    method = "/tandem.v1.Nothing/Nothing"
+    release = asyncio.Event()
+
+    async def answer(incoming: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await context.write(b"begin")
+        await release.wait()
+        await context.write(b"end")
+
+    stopping, back = peer_server(), peer_server()
+    link, channels = Proxy(), PeerChannels(IDENTITY)
+    await link.start()
+    for server in (stopping, back):
+        add_bytes_method(server, method, answer)
+        server.answer_to(link.address)
+    link.target, target = stopping.bind("127.0.0.1", 0), back.bind("127.0.0.1", 0)
+    for server in (stopping, back):
+        await server.start()
+
+    def call() -> PeerStream[bytes, bytes]:
+        return channels.get(link.address).stream_stream(method)()
+
+    try:
+        failing = channels.get(link.address)
+        early = call()
+        assert await early.read() == b"begin"
+        stop = asyncio.create_task(stopping.stop(60.0))
+        link.target = "127.0.0.1:0"  # nothing can connect there
+        while not failing.is_failing:
+            refused = call()
+            with suppress(grpc.aio.AioRpcError):
+                await refused.read()
+            refused.cancel()
+        await until(lambda: failing.num_calls == 1)
+        link.target = target
+        late = call()
+        assert await late.read() == b"begin"
+        release.set()
+        assert [await early.read(), await late.read()] == [b"end", b"end"]
+        await until(lambda: not channels._replaced)
+        await stop
+    finally:
+        await channels.close()
+        await back.stop(0)
         await link.close()
