@@ -4,7 +4,8 @@ under test.
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 
 SIZES: Final[dict[str, Any]] = {
     "hidden_size": 128,
@@ -285,11 +287,49 @@ def make_quantized_model(
     quantized, plain = (
         make_tiny_model(folder / name, **(SIZES | overrides)) for name in ("quantized", "plain")
     )
-    weights = load_file(plain / "model.safetensors")
+    quantize(quantized, plain, config, [name for name in _weights(plain) if "_proj.weight" in name])
+    return quantized, plain
+
+
+def make_quantized_decoder(
+    folder: Path,
+    kind: str,
+    config: dict[str, Any],
+    *,
+    names: str = r"layers\.",
+    make: Callable[..., Path] = make_tiny_decoder,
+    **overrides: Any,
+) -> tuple[Path, Path]:
+    """Does the same for a `model_type` of transformers, whose weights with these `names`, as a
+    pattern, are quantised. The config excludes all other linear layers of the decoder from it.
+    """
+    quantized, plain = (
+        make(folder / name, kind, **(SIZES | overrides)) for name in ("quantized", "plain")
+    )
+    linears = [name for name, each in _weights(plain).items() if _is_linear(name, each)]
+    chosen = [name for name in linears if re.search(names, name)]
+    left_out = [name.removesuffix(".weight") for name in linears if name not in chosen]
+    field = "ignore" if "ignore" in config else "modules_to_not_convert"
+    quantize(quantized, plain, config | {field: left_out}, chosen)
+    return quantized, plain
+
+
+def _is_linear(name: str, weight: torch.Tensor) -> bool:
+    return name.endswith(".weight") and weight.ndim == 2 and not re.search(r"embed_(tok|in)", name)
+
+
+def _weights(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def quantize(quantized: Path, plain: Path, config: dict[str, Any], names: Collection[str]) -> None:
+    """Quantises the weights `names` of two folders of the same model: one keeps the numbers, the
+    other the weights that they stand for.
+    """
     stored: Tensors = {}
     restored: Tensors = {}
-    for name, weight in weights.items():
-        if "_proj.weight" in name:
+    for name, weight in _weights(plain).items():
+        if name in names:
             tensors, restored[name] = _WRITERS[config["quant_method"]](
                 name.removesuffix(".weight"), weight, config
             )
@@ -299,7 +339,6 @@ def make_quantized_model(
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     save_file(restored, plain / "model.safetensors", {"format": "pt"})
     set_quantization(quantized, config)
-    return quantized, plain
 
 
 def set_quantization(folder: Path, config: dict[str, Any]) -> None:

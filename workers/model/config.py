@@ -170,6 +170,14 @@ class ModelConfig:
     text_model_of: str = ""
     eos_token_ids: tuple[int, ...] = ()
 
+    @property
+    def is_rounded(self) -> bool:
+        """Returns True if plain weights are rounded when they are loaded.
+
+        A quant_method without settings is not from a checkpoint.
+        """
+        return self.quantization.keys() == {"quant_method"}
+
 
 def read_fields(folder: Path, name: str = "config.json") -> "Fields":
     """Reads a JSON file of a model folder.

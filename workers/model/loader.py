@@ -56,6 +56,10 @@ _QUANTIZED: Final = ("weight_packed", "qweight")
 _OTHER_QUANTIZATION: Final = (
     "the weights are quantized in another way than quantization_config in config.json says"
 )
+_NOT_A_LINEAR: Final = (
+    "the weight is quantized, but transformers' code of this model supports that only for linear "
+    "layers: not for stacked experts, latent projections and weights that it multiplies by itself"
+)
 _COMPARED_BYTES: Final = 2**24  # bytes of two tensors that are compared at once
 
 
@@ -111,14 +115,16 @@ def open_checkpoint(
         config = with_context(config, context_tokens)
     check_dense(config, context_tokens or config.max_position_embeddings)
     config, stored = _with_stored_head(config, stored)
+    is_linear_only = bool(config.transformers and config.quantization)
+    reason = _NOT_A_LINEAR if is_linear_only else _OTHER_QUANTIZATION
     tensors: dict[str, StoredTensor] = {}
     for part, dtype in _weight_slices(config):
         found = next(
             (stored[name] for name in (part.name, *part.other_names) if name in stored), None
         )
         if found is None:
-            raise _missing(folder, part.name, stored)
-        _check_tensor(found, part, dtype)
+            raise _missing(folder, part.name, stored, reason)
+        _check_tensor(found, part, dtype, reason)
         tensors[part.name] = found
     check_tokenizer(folder, config)
     return Checkpoint(folder=folder, config=config, tensors=tensors)
@@ -179,14 +185,19 @@ def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def _missing(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> CheckpointError:
-    """Returns the error for a missing weight; it mentions a quantized one of that name."""
+def _missing(
+    folder: Path, name: str, stored: Mapping[str, StoredTensor], reason: str
+) -> CheckpointError:
+    """Returns the error for a missing weight; it mentions a quantized one of that name.
+
+    `reason` says why a quantized weight is not used.
+    """
     prefix = f"{name.rpartition('.')[0]}."
     signs = [f"{prefix}{suffix}" for suffix in _QUANTIZED if f"{prefix}{suffix}" in stored]
     text = f"{weights_file(folder)}: {name}: missing"
     if not signs or not name.endswith(".weight"):
         return CheckpointError(text)
-    return CheckpointError(f"{text}, but {signs[0]} exists: {_OTHER_QUANTIZATION}")
+    return CheckpointError(f"{text}, but {signs[0]} exists: {reason}")
 
 
 def check_checkpoint(folder: Path, model_impl: str = "auto") -> ModelConfig:
@@ -363,7 +374,7 @@ def _is_below(data: torch.Tensor, bound: int) -> bool:
     return int(low) >= 0 and int(high) < bound
 
 
-def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:
+def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype, reason: str) -> None:
     where = f"{stored.file.name}: {part.name}"
     # A single number, such as a scale, with or without dimensions.
     is_number = math.prod(stored.shape) == math.prod(part.shape) == 1
@@ -374,7 +385,7 @@ def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -
     allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
     if stored.dtype not in allowed:
-        why = f"; {_OTHER_QUANTIZATION}" if allowed == _FLOATS else ""
+        why = f"; {reason}" if allowed == _FLOATS else ""
         raise CheckpointError(
             f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}{why}"
         )

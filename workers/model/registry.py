@@ -6,7 +6,7 @@ architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_metho
 """
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,7 +18,6 @@ from .config import (
     Fields,
     ModelConfig,
     RopeConfig,
-    plain_name,
     read_eos_token_ids,
     read_fields,
     read_json,
@@ -49,6 +48,7 @@ from .models.mixtral import (
 )
 from .models.nemotron_h import NemotronHForCausalLM, parse_nemotron_h_config
 from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
+from .models.parsing import without_prefixes
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
 from .models.qwen3_5 import (
@@ -252,10 +252,6 @@ def with_stored_quantization(
     for file, quant_method, suffix in _QUANTIZATION_FILES:
         if not (folder / file).is_file() or not any(name.endswith(suffix) for name in names):
             continue
-        if config.transformers is not None:
-            raise CheckpointError(
-                f"{file}: quantized weights run only through Tandem's own model families"
-            )
         values = read_json(folder / file)
         nested = values.get("quantization")  # the format of ModelOpt
         found = {"quant_method": quant_method, **(nested if isinstance(nested, dict) else values)}
@@ -268,17 +264,11 @@ def with_stored_quantization(
 def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
     """Returns the config with weights that are rounded when they are loaded.
 
-    Raises CheckpointError if the weights are quantized already, or if the model runs through
-    transformers' code.
+    Raises CheckpointError if the weights are quantized already.
     """
     if config.quantization or (config.experts and config.experts.is_mxfp4):
         raise CheckpointError(
             f"config.json: has a quantization_config, so {quant_method} cannot be applied"
-        )
-    if config.transformers is not None:
-        raise CheckpointError(
-            f"config.json: architectures: {config.architecture!r} runs through transformers' code, "
-            f"which does not quantize weights: {quant_method} cannot be applied"
         )
     return replace(config, quantization={"quant_method": quant_method})
 
@@ -387,23 +377,12 @@ def _parse_text_model(fields: Fields, architecture: str) -> ModelConfig | None:
     return replace(
         config,
         text_model_of=architecture,
-        quantization=_without_prefixes(config.quantization),
+        quantization=without_prefixes(config.quantization),
     )
 
 
 def _native_family(architecture: str) -> ModelFamily | None:
     return MODELS.get(architecture) or _plugin("tandem.models", architecture)
-
-
-def _without_prefixes(value: Any) -> Any:
-    """Returns a quantization_config whose names of layers are those of the text model alone."""
-    if isinstance(value, Mapping):
-        return {name: _without_prefixes(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [
-            plain_name(each) if isinstance(each, str) else _without_prefixes(each) for each in value
-        ]
-    return value
 
 
 def markdown() -> str:

@@ -263,7 +263,7 @@ def write_config(folder: Path, kind: str, **overrides: Any) -> None:
         ({"model_type": "gone"}, "model_type: 'gone' is not known to transformers"),
         ({"model_type": None}, "model_type: is missing"),
         ({"architectures": ["CohereForConditionalGeneration"]}, "architectures: .* is no decoder"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: "),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits: "),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide the 4 query heads"),
         ({"num_experts": 10**9}, "num_experts: must be at most"),
         ({"hidden_size": "wide"}, "hidden_size: not valid to transformers' CohereConfig"),

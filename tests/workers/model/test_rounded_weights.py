@@ -390,7 +390,3 @@ def test_what_cannot_be_rounded_is_refused(folder: Path) -> None:
         CheckpointError, match="has a quantization_config, so int4 cannot be applied"
     ):
         with_quantization(rounded, "int4")
-    with pytest.raises(
-        CheckpointError, match="runs through transformers' code, which does not quantize weights"
-    ):
-        open_checkpoint(folder, "transformers", quantization="int4")

@@ -3,6 +3,7 @@
 A flat batch becomes one row, attention is ours, and our loader reads the weights.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,22 +14,27 @@ from transformers import PreTrainedModel
 
 from ...engine.plan import OnLayers
 from ..attention.backend import StepAttention
-from ..config import Fields, ModelConfig, text_fields
+from ..config import Fields, ModelConfig, plain_name, text_fields
 from ..footprint import check_config_split
 from ..layers.linear import BuildOptions
 from ..layers.rows import EmbeddingRows
 from ..models.family import CausalLM
-from ..models.parsing import parse_dtype
+from ..models.parsing import parse_dtype, parse_quantization, without_prefixes
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
+from ..quant.base import LinearMethod
+from ..quant.rounded import RoundedLinearMethod
+from ..quant.unquantized import UnquantizedLinearMethod
 from ..states.steps import StepStates
 from .attention import PagedLayers
 from .buffers import fill_buffers
 from .config import context_tokens_of
 from .definition import build_on_meta
 from .fused import use_kernels
+from .latent import latent_projections
+from .linear import LinearSource
 from .sparse import dense_tokens_of
-from .tensor_parallel import TpPlan
+from .tensor_parallel import TpPlan, linears_alone
 from .weights import WeightGroup, find_weight_groups
 
 
@@ -105,7 +111,10 @@ class TransformersForCausalLM(CausalLM):
     """Runs a decoder of transformers."""
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
-        """Raises ValueError if the model cannot be split over the ranks."""
+        """Raises ValueError if the model cannot be split over the ranks.
+
+        Raises CheckpointError for experts whose weights would be rounded when they are loaded.
+        """
         check_config_split(config, build.tp.size)
         fields = Fields("config.json", dict(config.transformers or {}))
         decoder = build_on_meta(fields, build.dtype)
@@ -120,12 +129,71 @@ class TransformersForCausalLM(CausalLM):
         except LookupError as error:
             problem = f"transformers' conversion of its weights has no way back to {error.args[0]}"
             raise fields.error("architectures", problem) from error
-        self.weights = [_Weights(self._model, group, self._plan) for group in groups]
+        self._linear_method = build.linear_method
+        self._has_text_prefixes = bool(config.text_model_of)
+        self.linears = self._linear_sources(groups)
+        taken = {f"{each.name}.{kind}" for each in self.linears for kind in ("weight", "bias")}
+        rest = [group for group in groups if group.target not in taken]
+        if config.is_rounded:
+            _check_no_experts(self._model, rest, config, fields)
+        self.weights = [_Weights(self._model, group, self._plan) for group in rest]
+
+    def _linear_sources(self, groups: Sequence[WeightGroup]) -> list[LinearSource]:
+        """Returns the sources of the linear maps that are not plain.
+
+        Nothing may convert the weight of such a map, or multiply by it but the map.
+        """
+        linears = linears_alone(self._model)
+        for name in latent_projections(self._model):
+            linears.pop(name, None)
+        made: list[LinearSource] = []
+        for group in groups:
+            name = group.target.removesuffix(".weight")
+            stored_name = group.sources[0][0].removesuffix(".weight")
+            if group.converter or name not in linears or group.target == name:
+                continue
+            method = self._method_of(linears[name], stored_name)
+            partition = self._plan.partition(name, linears[name], stored_name)
+            if partition is not None and not isinstance(method, UnquantizedLinearMethod):
+                made.append(LinearSource(name, linears[name], method, partition))
+        return made
+
+    def _method_of(self, module: nn.Linear, stored_name: str) -> LinearMethod:
+        """Returns the linear method of a layer by its name in the checkpoint.
+
+        Formats know the head as lm_head; some decoders have another name for it.
+        """
+        name = plain_name(stored_name) if self._has_text_prefixes else stored_name
+        names = [name]
+        if module is self._model.get_output_embeddings():  # type: ignore[no-untyped-call]
+            names.append("lm_head")
+        methods = [self._linear_method(each) for each in names]
+        plain = [each for each in methods if isinstance(each, UnquantizedLinearMethod)]
+        return plain[0] if plain else methods[-1]
+
+    def _tied_methods(self) -> dict[str, LinearMethod]:
+        """Returns the methods of heads that share the embedding's loaded weight, by their names."""
+        made: dict[str, LinearMethod] = {}
+        linears = linears_alone(self._model)
+        for target in self._model.all_tied_weights_keys:
+            name = target.removesuffix(".weight")
+            if name not in linears or linears[name].bias is not None:
+                continue
+            weight = linears[name].weight.data
+            tied = Parameter(WeightSlice(target, tuple(weight.shape)), dtype=weight.dtype)
+            tied.data = weight
+            method = self._method_of(linears[name], name)
+            if isinstance(method, RoundedLinearMethod) and method.tie(tied):
+                method.process_after_load()
+                made[name] = method
+        return made
 
     def process_after_load(self) -> None:
         """Computes buffers such as rotary frequencies, and separates the head from the model."""
         model = self._model
-        device = next(model.parameters()).device
+        device = next(each.device for each in model.parameters() if not each.is_meta)
+        for source in self.linears:
+            source.empty(device)
         fill_buffers(model, device)
         model.tie_weights()
         for target, source in model.all_tied_weights_keys.items():
@@ -137,7 +205,8 @@ class TransformersForCausalLM(CausalLM):
                 )
         self._layers.process_after_load()
         use_kernels(model, self._dtype, self._plan)
-        self._plan.install(model)
+        methods = {source.name: source.method for source in self.linears}
+        self._plan.install(model, methods | self._tied_methods())
         self._given = _Given(model.base_model)
         del model._modules[model.base_model_prefix]
         vars(model)[model.base_model_prefix] = self._given
@@ -188,6 +257,21 @@ class TransformersForCausalLM(CausalLM):
         return logits
 
 
+def _check_no_experts(
+    model: PreTrainedModel, groups: Sequence[WeightGroup], config: ModelConfig, fields: Fields
+) -> None:
+    """Raises CheckpointError if a model has stacked experts, which cannot be rounded."""
+    quant_method = config.quantization["quant_method"]
+    for name in (group.target for group in groups):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if model.get_parameter_or_buffer(name).ndim == 3 and not isinstance(owner, nn.Conv1d):
+            raise fields.error(
+                "architectures",
+                f"{config.architecture!r} runs through transformers' code, and {quant_method} "
+                f"cannot be applied to its experts {name}",
+            )
+
+
 def parse_transformers_config(fields: Fields) -> ModelConfig:
     """Returns the config of a transformers decoder. Raises CheckpointError as `build_on_meta`."""
     decoder = build_on_meta(fields, torch.float32)
@@ -197,6 +281,8 @@ def parse_transformers_config(fields: Fields) -> ModelConfig:
     except ValueError:
         has_plan = False
     (architecture,) = fields.texts("architectures")
+    is_text_model = config is not decoder.model.config
+    quantization = parse_quantization(fields)
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
@@ -212,7 +298,8 @@ def parse_transformers_config(fields: Fields) -> ModelConfig:
         mlp_bias=False,
         dtype=parse_dtype(fields),
         transformers=dict(fields.items()),
+        quantization=without_prefixes(quantization) if is_text_model else quantization,
         has_tp_plan=has_plan,
         dense_tokens=dense_tokens_of(config),
-        text_model_of=architecture if config is not decoder.model.config else "",
+        text_model_of=architecture if is_text_model else "",
     )

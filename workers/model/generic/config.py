@@ -64,14 +64,9 @@ def read_config(fields: Fields) -> PreTrainedConfig:
     """Returns transformers' config of the fields.
 
     Raises CheckpointError if transformers has no such decoder or rejects a field, or if the model
-    keeps state beside the KV cache, has other kinds of attention layers, has no text model of its
-    own, or has quantized weights.
+    keeps state beside the KV cache, has other kinds of attention layers, or has no text model of
+    its own.
     """
-    for name in ("quantization_config", "compression_config"):
-        if fields.mapping(name):
-            raise fields.error(
-                name, "quantized weights run only through Tandem's own model families"
-            )
     config = _parse(fields)
     (architecture,) = fields.texts("architectures")
     if architecture not in (

@@ -35,6 +35,11 @@ def is_latent(module: nn.Module) -> bool:
     )
 
 
+def latent_projections(model: nn.Module) -> list[str]:
+    """Returns the names of the linear maps whose weights `LatentHeads` takes."""
+    return [f"{name}.kv_b_proj" for name, module in model.named_modules() if is_latent(module)]
+
+
 def value_dim_of(module: nn.Module) -> int:
     """Returns the number of elements of a latent module's results, for each head."""
     size: int = getattr(module, _SIZES[3])

@@ -7,6 +7,7 @@ are summed over the ranks.
 
 import re
 import sys
+from collections.abc import Mapping
 from inspect import getsource
 from typing import Final, cast
 
@@ -15,8 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..parallel import TensorParallel
+from ..quant.base import LinearMethod, LinearPartition
 from .config import text_config
-from .linear import PackedLinear
+from .linear import PackedLinear, plain_method
 
 Slices = tuple[slice, ...]
 
@@ -113,17 +115,37 @@ class TpPlan:
         parts = [tensor[_at(dim, part)] for part in self._parts(tensor.shape[dim], num_parts)]
         return torch.cat(parts, dim=dim).contiguous()
 
-    def install(self, model: PreTrainedModel) -> None:
-        """Packs the linear maps of a loaded model, and makes its modules exchange results."""
-        source = getsource(sys.modules[type(model).__module__])
+    def partition(self, name: str, plain: nn.Linear, stored_name: str) -> LinearPartition | None:
+        """Returns this rank's part of a linear map, whose name in the checkpoint is `stored_name`.
+
+        Returns None for a split that a linear method cannot have.
+        """
+        parts = self.slices(f"{name}.weight", tuple(plain.weight.shape), 0)
+        if parts is None:
+            return None
+        kept = [(*part, slice(None), slice(None))[:2] for part in parts]
+        adds_bias = self._styles.get(name) not in _ROWS or self._tp.rank == 0
+        return LinearPartition(
+            outputs=tuple((stored_name, plain.out_features, rows) for rows, _ in kept),
+            num_inputs=plain.in_features,
+            inputs=kept[0][1],
+            has_bias=plain.bias is not None and adds_bias,
+        )
+
+    def install(self, model: PreTrainedModel, methods: Mapping[str, LinearMethod]) -> None:
+        """Packs the linear maps of a loaded model, and makes its modules exchange results.
+
+        Some modules have a linear method already, by their names.
+        """
+        alone = linears_alone(model)
         for name, module in list(model.named_modules()):
             style = self._styles.get(name, "")
             if type(module) is nn.Linear:
-                # A weight that other code multiplies by is not packed.
-                is_read = rf"self\.[\w.]*\b{name.rpartition('.')[2]}\.weight\b"
-                if style or not re.search(is_read, source):
+                if style or name in alone:
+                    adds_bias = style not in _ROWS or self._tp.rank == 0
                     linear = PackedLinear(
                         module,
+                        methods.get(name) or plain_method(module, has_bias=adds_bias),
                         self._tp,
                         split_input=style in _SPLIT_INPUT,
                         sums=style in _ROWS,
@@ -180,6 +202,17 @@ class TpPlan:
             return self._tp.all_reduce(found * is_local[..., None])
 
         setattr(module, "forward", forward)  # noqa: B010  # mypy refuses to assign to a method
+
+
+def linears_alone(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Returns the linear maps by name whose weight no other code multiplies by."""
+    source = getsource(sys.modules[type(model).__module__])
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and not re.search(rf"self\.[\w.]*\b{name.rpartition('.')[2]}\.weight\b", source)
+    }
 
 
 def _at(dim: int, part: slice) -> Slices:

@@ -1,11 +1,11 @@
 """Parses the common fields of config.json as transformers 4 and 5 write them."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from ...kv_cache.layout import LayerGeometry, StatePart
-from ..config import Fields, ModelConfig, RopeConfig, text_fields
+from ..config import Fields, ModelConfig, RopeConfig, plain_name, text_fields
 
 MAX_LAYERS: Final = 1_000
 _INFINITY: Final = {"__float__": "Infinity"}
@@ -94,6 +94,17 @@ def parse_quantization(fields: Fields) -> dict[str, Any]:
         return found
     found = fields.mapping("compression_config")
     return {**found, "quant_method": "compressed-tensors"} if found else {}
+
+
+def without_prefixes(value: Any) -> Any:
+    """Returns a quantization_config whose names of layers are those of the text model alone."""
+    if isinstance(value, Mapping):
+        return {name: without_prefixes(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [
+            plain_name(each) if isinstance(each, str) else without_prefixes(each) for each in value
+        ]
+    return value
 
 
 def parse_layer_types(fields: Fields, default: Callable[[int], bool]) -> Callable[[int], bool]:
