@@ -36,7 +36,7 @@ class LinearSource(Module):
     def empty(self, device: torch.device) -> None:
         """Removes weight and bias of the module: the method has them."""
         empty_weight(self._plain, device)
-        self._plain.bias = None
+        self._plain.register_parameter("bias", None)
 
 
 def empty_weight(plain: nn.Linear, device: torch.device) -> None:
