@@ -54,8 +54,9 @@ convolutions) compute it with Tandem's kernels. Every rank holds the whole state
 - Refused, with the reason in one line: states that a layer keeps in another way (RWKV, xLSTM, \
 RecurrentGemma), encoders, attention with a mask of the model (ALiBi).
 - [Quantised weights](quantization.md) of linear layers keep their form, and `--quantization` \
-rounds them. Stacked experts, the latent projection `kv_b_proj` and weights that transformers' code \
-multiplies by itself must be plain: a checkpoint that quantises them is refused by their name. \
+rounds them. Stacked experts, the latent projection `kv_b_proj` and weights that transformers' \
+code multiplies by itself must be plain: a checkpoint that quantises them is refused by their \
+name. \
 `--quantization` leaves the latter two plain, and refuses models with stacked experts.
 - LongRoPE uses its long factors for every prompt, if the model's context exceeds the original \
 context, as in vLLM. `context_tokens` does not change this.
