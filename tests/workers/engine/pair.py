@@ -113,7 +113,8 @@ class Pair:
         """Starts a request, or starts it again after a loss with the tokens it has. One for more
         than the decode worker could ever hold is made one for a single completion.
         """
-        if not self.decode.engine.scheduler.fits(self._spec(request, Task.DECODE)):
+        task = Task.DECODE if request.split else Task.COLOCATED
+        if not self.decode.engine.scheduler.fits(self._spec(request, task)):
             request.n, request.beam = 1, None
         if request not in self.active:
             self.active.append(request)
