@@ -303,7 +303,7 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "waiting_tokens", "free_blocks", "cached_blocks", "owned_blocks", "leased_blocks", "reserved_blocks", "total_blocks", "step_seconds", "version", "draining", "prompt_token_seconds")
+    __slots__ = ("num_waiting", "num_running", "waiting_tokens", "free_blocks", "cached_blocks", "owned_blocks", "leased_blocks", "reserved_blocks", "total_blocks", "step_seconds", "version", "draining", "prompt_token_seconds", "held_states")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +317,7 @@ class WorkerLoad(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_STATES_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     waiting_tokens: int
@@ -330,7 +331,8 @@ class WorkerLoad(_message.Message):
     version: int
     draining: bool
     prompt_token_seconds: float
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_token_seconds: _Optional[float] = ...) -> None: ...
+    held_states: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_token_seconds: _Optional[float] = ..., held_states: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "role", "address", "kv_bytes_per_token", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens", "layout", "application", "tables", "state_bytes", "num_states", "has_sparse_points")

@@ -113,12 +113,16 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
         "leases",
         "transfers",
     )
-    table = make_table("pool", "worker", "state", numbers=numbers, boxed=False)
+    has_states = any(worker.get("num_states") for worker in workers)
+    columns = (*numbers, "states") if has_states else numbers
+    table = make_table("pool", "worker", "state", numbers=columns, boxed=False)
     for worker in workers:
         load = worker.get("load", {})  # only an operator's key shows it
         counts = [load.get(f"num_{name}", _HIDDEN) for name in numbers[:2]]
         counts += [load.get(f"{state}_blocks", _HIDDEN) for state in numbers[2:8]]
         counts += [worker.get(f"num_{name}", _HIDDEN) for name in numbers[8:]]
+        if has_states:
+            counts.append(f"{load.get('held_states', _HIDDEN)}/{worker.get('num_states', 0)}")
         table.add_row(worker["role"], worker["id"], worker["state"], *map(str, counts))
     return table
 

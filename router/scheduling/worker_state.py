@@ -18,7 +18,6 @@ More would be harmful: only the router can still change the order of requests, a
 queue enforces the maximum wait.
 """
 
-_STATES_PER_SEQUENCE: Final = 2  # a step reads one and writes another
 
 _MIN_LOOK_AHEAD_TOKENS: Final = 512  # computed by one step on a CPU
 _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
@@ -139,11 +138,8 @@ class WorkerState:
     @property
     def size(self) -> Capacity:
         """Returns the sequences and the KV cache of the empty worker; unbounded until reported."""
-        sequences = self.info.max_sequences or UNBOUNDED
-        if self.info.num_states:
-            sequences = min(sequences, max(self.info.num_states // _STATES_PER_SEQUENCE, 1))
         return Capacity(
-            sequences=sequences,
+            sequences=self.info.max_sequences or UNBOUNDED,
             kv_tokens=self.load.total_blocks * self.info.block_size or UNBOUNDED,
         )
 

@@ -207,7 +207,13 @@ async def test_the_status_page_shows_the_load_of_workers_to_operators(
 
     async def status() -> dict[str, Any]:
         load = dict.fromkeys(
-            ("num_running", "num_waiting", *(f"{state}_blocks" for state in BLOCK_STATES)), 7
+            (
+                "num_running",
+                "num_waiting",
+                "held_states",
+                *(f"{state}_blocks" for state in BLOCK_STATES),
+            ),
+            7,
         )
         worker = {
             "id": "w",
@@ -230,6 +236,8 @@ async def test_the_status_page_shows_the_load_of_workers_to_operators(
     assert ("load" in worker, "num_leases" in worker) == (sees_loads, sees_loads)
     cells = [next(iter(column.cells)) for column in _worker_table([worker]).columns]
     assert cells == ["decode", "w", "ready", *["7" if sees_loads else "-"] * 10]
+    *_, states = _worker_table([worker | {"num_states": 12}]).columns
+    assert next(iter(states.cells)) == ("7/12" if sees_loads else "-/12")
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ async def test_books_that_do_not_balance_are_reported(kind: str) -> None:
     worker._thread.post(reserve)
     await worker.report_metrics(with_integrity=True)
     assert figures.values[UNBALANCED, ()] == 1
+    assert worker.load().held_states == (kind == "states")
     await worker.stop()
 
 
@@ -170,6 +171,8 @@ async def test_states_are_counted_and_checked_as_blocks() -> None:
         # The resume point after the first block.
         assert counts == {"free": 11, "cached": 1, "owned": 0, "leased": 0, "reserved": 0}
         assert figures.values[UNBALANCED, ()] == 0
+        assert worker.load().held_states == 0
+        assert worker.info().max_sequences == 6, "a running sequence takes two states"
     await worker.stop()
 
 

@@ -137,7 +137,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             limits=WorkerLimits(
                 vocab_size=rank.vocab_size,
                 context_tokens=self._context_tokens,
-                max_sequences=config.budgets.max_sequences,
+                max_sequences=self._engine.config.budgets.max_sequences,
                 eos_ids=rank.eos_ids,
             ),
             grammars=GrammarCompiler(rank.load_grammar),
@@ -319,6 +319,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         requests = self._engine.requests
         total = self._rank.num_blocks
         blocks = _counts(self._engine.blocks(), total)
+        states = self.states()
         load = worker_pb2.WorkerLoad(
             version=self._last_load.version,
             num_waiting=len(requests.waiting),
@@ -328,6 +329,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             step_seconds=self._engine.step_seconds,
             prompt_token_seconds=self._engine.prompt_token_seconds,
             draining=self._requests.is_leaving,
+            held_states=sum(states[status] for status in ("owned", "leased", "reserved")),
             **{f"{state}_blocks": count for state, count in blocks.items()},
         )
         if load != self._last_load:

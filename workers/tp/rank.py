@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -126,7 +126,13 @@ class Rank:
     load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"
 
     def engine_config(self, budgets: Budgets) -> EngineConfig:
-        """Returns the configuration of the engine that runs on this rank."""
+        """Returns the configuration of the engine that runs on this rank.
+
+        The states of a model may allow fewer sequences at once than `budgets`.
+        """
+        if self.num_states:
+            most = max(self.num_states // NUM_STATES, 1)
+            budgets = replace(budgets, max_sequences=min(budgets.max_sequences, most))
         return EngineConfig(
             num_blocks=self.num_blocks,
             num_host_blocks=self.num_host_blocks,

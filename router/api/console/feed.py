@@ -39,6 +39,7 @@ _WORKER_FACTS: Final = {
     "context_tokens",
     "max_sequences",
     "mixed_chunk_tokens",
+    "num_states",
     "layout",
     "application",
 }

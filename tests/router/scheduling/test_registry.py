@@ -563,16 +563,6 @@ def test_a_worker_with_windows_holds_less_and_reports_longer_blocks() -> None:
     assert used.kv_tokens == (1608 - 320) // 2 + 64 + 16
 
 
-def test_a_running_sequence_takes_two_states() -> None:
-    registry = WorkerRegistry()
-    hybrid = info("d0", ROLE_DECODE, max_sequences=64)
-    hybrid.num_states = 41
-    registry.update([hybrid])
-    free = registry.capacity.free()
-    assert free is not None
-    assert free.sequences == 20
-
-
 def test_a_worker_with_states_is_found_by_its_last_point() -> None:
     registry = WorkerRegistry()
     hybrid = info("d0", ROLE_DECODE, block_size=16)

@@ -192,10 +192,13 @@ function updateWorker(node, worker) {
       : HIDDEN,
   );
   const held = load.owned_blocks + load.leased_blocks + load.reserved_blocks;
+  const states = worker.num_states
+    ? `; ${count(load.held_states)} of ${count(worker.num_states)} states held`
+    : "";
   setText(
     note,
     worker.load
-      ? `${count(held)} held, ${count(load.cached_blocks)} cached of ${count(load.total_blocks)}`
+      ? `${count(held)} held, ${count(load.cached_blocks)} cached of ${count(load.total_blocks)}${states}`
       : HIDDEN,
   );
   setText(transfers.children[0], count(worker.num_transfers));
