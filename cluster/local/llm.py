@@ -33,6 +33,7 @@ from ..settings import local_keys
 from ..tables import progress_bar
 from .batch import BatchCounts, BatchOutput, BatchRequest, answer_requests
 from .environment import SPINNING
+from .garbage import collections_paused
 from .loop_thread import CLOSED, LoopThread
 from .lora import LoRARequest
 from .outputs import RequestOutput
@@ -110,7 +111,7 @@ class LLM:
         for name in settings:
             if name not in LocalSettings.__annotations__:
                 raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
-        with _naming_arguments(keys):
+        with _naming_arguments(keys), collections_paused():
             self._loop, engine = _start(_configure(model, settings, keys))
         self._running: LocalEngine | None = engine
         self._stop = weakref.finalize(self, _stop_collected, self._loop, engine)

@@ -240,6 +240,21 @@ def test_import_needs_neither_ray_nor_grpc() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
+def test_loading_imports_no_compiler_of_torch(folder: Path) -> None:
+    """That import takes more than a second of each start."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tandem.workers.model.loader import open_checkpoint\n"
+        "from tandem.workers.model.runner import ModelRunner\n"
+        "checkpoint = open_checkpoint(Path(sys.argv[1]))\n"
+        "ModelRunner.load(checkpoint, dtype='float32', device='cpu', num_blocks=9, block_size=5)\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    assert subprocess.run(command, timeout=120).returncode == 0
+
+
 def test_the_folder_checks_import_no_torch() -> None:
     code = "import sys; import tandem.workers.model.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

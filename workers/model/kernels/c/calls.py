@@ -106,6 +106,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bases: set[int] = set()
         self._marks: list[int] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: True would import torch._dynamo, which takes a second of each start."""
+        return False
+
     def __enter__(self) -> "Recorder":
         self._token = _recorder.set(self)
         super().__enter__()  # type: ignore[no-untyped-call]
