@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Final, TextIO
@@ -22,6 +23,7 @@ from ..serve.environment import prepare_ray_environment
 from ..settings import check_supported, collect_overrides
 from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
+from ..store.store import resolve_model
 from . import options as o
 
 _KEY_WARNING: Final = (
@@ -81,7 +83,7 @@ def serve(
         print(_KEY_WARNING, file=sys.stderr)
     if checked.auth != loaded.auth:
         print(f"calls need the key in {API_KEY_VARIABLE}", file=sys.stderr)
-    serve_in_foreground(checked, checked_folder(checked), address)
+    serve_in_foreground(checked, resolve_model(checked.model, dtype=checked.dtype), address)
 
 
 def check_config(
@@ -95,7 +97,7 @@ def check_config(
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:
     """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM.
 
-    Raises Unavailable.
+    Raises Unavailable, and the errors of `checked_folder`, which checks `folder` meanwhile.
     """
     address = prepare_ray_environment(address)
     # Imports Ray, which reads the environment and takes a second.
@@ -108,7 +110,12 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
         spinner = console.status(f"Starting {config.num_workers} worker(s) for {config.model}")
         spinner.start()
         try:
-            with start_service(config, str(folder), address=address) as service:
+            with start_service(
+                config,
+                str(folder.resolve()),
+                address=address,
+                check=partial(checked_folder, config),
+            ) as service:
                 spinner.stop()
                 console.print(f"status page: {service.status_url}", highlight=False)
                 console.print(f"console: {service.console_url}", highlight=False)

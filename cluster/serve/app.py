@@ -27,7 +27,7 @@ from ...router.api.console.feed import without_loads
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...workers.host.threads import go_first
 from ..config import PoolRole, TandemConfig
-from ..local.environment import compute_environment
+from ..local.garbage import collections_paused
 from ..scaling.reports import worker_report
 from ..store.adapters import configured_adapters
 from ..store.store import ensure_tokenizer
@@ -122,6 +122,20 @@ class WorkerPool(Replica):
         role: PoolRole,
         ranks_per_node: int,
         identity: PeerIdentity,
+        environment: dict[str, str],
+    ) -> None:
+        """Starts the worker; `environment` is what its other ranks need and do not inherit."""
+        with collections_paused():
+            await self._start(config, folder, role, ranks_per_node, identity, environment)
+
+    async def _start(
+        self,
+        config: TandemConfig,
+        folder: str,
+        role: PoolRole,
+        ranks_per_node: int,
+        identity: PeerIdentity,
+        environment: dict[str, str],
     ) -> None:
         # These import torch, which takes seconds; routers do without.
         from ...workers.serve.worker import Worker
@@ -147,7 +161,7 @@ class WorkerPool(Replica):
             label=repr(self),
             worker_id=self._member_id,
             threads=threads,
-            environment=compute_environment(pool),
+            environment=environment,
             gpu=config.device == "cuda",
         )
         addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
@@ -211,6 +225,12 @@ class Router(Replica):
         replicas: int,
         continuity: Continuity,
         *pools: object,
+    ) -> None:
+        with collections_paused():
+            await self._start(config, folder, replicas, continuity)
+
+    async def _start(
+        self, config: TandemConfig, folder: str, replicas: int, continuity: Continuity
     ) -> None:
         # Imports transformers, which takes a second; binding this class does without.
         from .runtime import RouterRuntime

@@ -6,7 +6,7 @@ Runs before Ray is imported, and before a local Ray starts.
 import os
 import resource
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -73,6 +73,10 @@ def prepare_ray_environment(address: str | None) -> str | None:
         # By default Serve's controller checks every replica ten times a second, which takes 5 % of
         # a core.
         os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")
+        # Ray starts one process for each CPU before it knows what they will run. By default only
+        # the first driver makes it do so, and waits until they have started.
+        os.environ.setdefault("RAY_enable_worker_prestart", "1")
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     return address
 
 
@@ -224,6 +228,21 @@ def own_ray_token(folder: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[_PATH_VARIABLE]
+
+
+@contextmanager
+def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process, which new processes inherit, while the context is open."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @cache  # Ray keeps the first token that it has read for the life of a process

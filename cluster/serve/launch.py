@@ -5,7 +5,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,9 @@ from ...proto.addresses import free_port, in_brackets, why_not_bound, without_br
 from ...proto.errors import Unavailable
 from ...router.client.client import Client
 from ..config import STOP_MARGIN_SECONDS, RouterConfig, TandemConfig, check_interface
+from ..local.environment import shared_environment
 from ..nodes import NodeOffer, check_gpus
-from .directory import close_directory
+from .directory import close_directory, open_directory
 from .environment import cluster_address
 from .identity_file import kept_identity
 from .members import Continuity
@@ -115,13 +116,18 @@ class Service:
 
 @contextmanager
 def start_service(
-    config: TandemConfig, folder: str, *, address: str | None = None
+    config: TandemConfig,
+    folder: str,
+    *,
+    address: str | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> Iterator[Service]:
     """Serves the model in `folder` while the context is open; on entry every router can answer.
 
-    Without `address` and RAY_ADDRESS, the context starts a Ray on this machine, which ends with it.
-    On a cluster every node must have the folder, and a running service of the same name is
-    replaced: see `redeploy`. Raises Unavailable.
+    `check` runs while a local Ray starts; if it raises, nothing is served. Without `address` and
+    RAY_ADDRESS, the context starts a Ray on this machine, which ends with it. On a cluster every
+    node must have the folder, and a running service of the same name is replaced: see `redeploy`.
+    Raises Unavailable, and the errors of `check`.
     """
     config.check_sizes_are_fixed()
     address = cluster_address(address)
@@ -134,11 +140,16 @@ def start_service(
     with ExitStack() as stack:
         ray_processes: list[psutil.Process] = []
         if address is None:
-            ray_processes = stack.enter_context(local_ray(config))
+            wait_for_ray = stack.enter_context(local_ray(config))
+            check()
+            ray_processes = wait_for_ray()
         else:
+            check()
             stack.enter_context(joined_ray(address))
         with in_one_line("Ray Serve did not start"):
             check_gpus(config, _nodes())
+            if local:
+                open_directory(config.name)  # it starts beside Serve
             root_url = _start_serve(config, local=local)
             running = running_application(config.name)
             continuity = take_over(config, folder, running, local=local)
@@ -199,7 +210,8 @@ def _deploy(
     nodes = [node for node in _nodes() if node.resources.get("CPU")]
     _check_interfaces(config)
     num_routers = count_routers(config, nodes)
-    app = build_app(config, folder, nodes, num_routers, continuity)
+    inherited = shared_environment(config) if continuity.ends_with_launcher else {}
+    app = build_app(config, folder, nodes, num_routers, continuity, inherited)
     target = serve.RunTarget(target=app, name=application, route_prefix=f"/{application}")
     (router,) = serve.run_many([target], wait_for_applications_running=False)
     addresses = _wait(config, application, router, num_routers, deadline)

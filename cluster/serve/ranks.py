@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...proto.addresses import in_brackets
 from ...workers.host.threads import go_first
+from ..local.garbage import collections_paused
 from ..store.store import ensure_tokenizer
 
 if TYPE_CHECKING:
@@ -59,12 +60,13 @@ class RankActor:
 
     async def start(self) -> str:
         """Starts the rank's server; returns its address, HOST:PORT."""
-        # Imports torch. Routers import this file and must not.
-        from ...workers.tp.rank_server import RankServer
+        with collections_paused():
+            # Imports torch. Routers import this file and must not.
+            from ...workers.tp.rank_server import RankServer
 
-        # Each node has its own cache.
-        await asyncio.to_thread(ensure_tokenizer, Path(self._config.model))
-        self._server = await RankServer.start(self._config)
+            # Each node has its own cache.
+            await asyncio.to_thread(ensure_tokenizer, Path(self._config.model))
+            self._server = await RankServer.start(self._config)
         self._ending = asyncio.create_task(self._end())
         return self._server.address
 
@@ -104,7 +106,7 @@ def start_ranks(
             name=f"{worker_id} rank {rank} of {size}",
             num_cpus=0,
             num_gpus=1 if gpu else 0,
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": environment} if environment else None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=rank
             ),

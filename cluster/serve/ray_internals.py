@@ -3,6 +3,8 @@
 Every function raises Unavailable, with the version of Ray, if that version lacks the part.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -23,15 +25,28 @@ def serve_http_address() -> tuple[str, int]:
     return options.host, options.port
 
 
-def stop_log_monitor() -> None:
-    """Ends the log monitor of a local Ray.
+@contextmanager
+def without_idle_processes(*, dashboard: bool) -> Iterator[None]:
+    """Lets `ray.init` in the block start no process that a local Ray does not need.
 
-    It reads all log files for drivers that print them, but Tandem starts Ray with
-    `log_to_driver=False`.
+    The log monitor prints logs of workers, which Tandem leaves to files. The other monitor resizes
+    a cluster. The dashboard's process starts even without its pages, and Ray waits for it. Each
+    takes half a second of a core. `dashboard`: the dashboard's process is needed.
     """
-    node = _internal("ray._private.worker", "_global_node")
-    if node is not None:
-        _internal_of(node, "kill_log_monitor", "its node")(check_alive=False)
+    node = _internal("ray._private.node", "Node")
+    names = ["start_log_monitor", "start_monitor", *([] if dashboard else ["start_api_server"])]
+    kept = {name: _internal_of(node, name, "its class Node") for name in names}
+    for name in names:
+        setattr(node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(node, name, method)
+
+
+def _start_nothing(node: object, **options: object) -> None:
+    """Stands in for a method of Ray's Node that starts a process."""
 
 
 def begin_delete(application: str) -> None:

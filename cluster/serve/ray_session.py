@@ -1,13 +1,13 @@
 """Starts a Ray of this process on this machine, or joins the Ray of a cluster, and leaves it."""
 
+import ctypes
 import logging
 import math
 import os
 import signal
 import socket
-import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
@@ -18,11 +18,14 @@ import ray
 from ...proto.addresses import host_of
 from ...proto.errors import TandemError, Unavailable
 from ..config import TandemConfig
-from .environment import own_ray_token, ray_scratch
-from .ray_internals import stop_log_monitor
+from ..local.environment import shared_environment
+from .environment import own_ray_token, ray_scratch, set_environment
+from .ray_internals import without_idle_processes
 
 _SHARED_MEMORY: Final = "/dev/shm"  # nosec B108: Ray's; this module writes nothing there
 _OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024  # nothing large passes through it
+_START_VARIABLE: Final = "RAY_worker_maximum_startup_concurrency"
+_OTHER_PROCESSES: Final = 3  # Serve's controller and its proxy, and the directory
 _REACH_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
 
@@ -43,41 +46,56 @@ def in_one_line(prefix: str) -> Iterator[None]:
 
 
 @contextmanager
-def local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
-    """Runs a Ray on this machine; yields the processes without which it ends."""
-    options: dict[str, Any] = {
+def local_ray(config: TandemConfig) -> Iterator[Callable[[], list[psutil.Process]]]:
+    """Starts a Ray on this machine; yields a function that waits until it runs.
+
+    The function returns the processes without which Ray ends. It must be called once.
+    """
+    num_processes, resources = _local_resources(config)
+    options: dict[str, Any] = resources | {
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": config.dashboard,
     }
-    options |= _local_resources(config)
-    with ray_scratch() as scratch, own_ray_token(scratch), ExitStack() as stack:
+    # Ray starts as many processes at once, before it knows what they will run.
+    environment = shared_environment(config) | {_START_VARIABLE: str(num_processes)}
+    with ray_scratch() as scratch, own_ray_token(scratch), set_environment(environment):
         if not os.access(_SHARED_MEMORY, os.W_OK):  # Ray's object store would abort
             options["_plasma_directory"] = scratch
-        with in_one_line("Ray did not start"):
-            stack.enter_context(_ray(address="local", _temp_dir=scratch, **options))
-            stop_log_monitor()
-        yield [
-            process
-            for process in _processes_of(scratch)
-            if process.name() in ("gcs_server", "raylet")
-        ]
+        with _ray(address="local", _temp_dir=scratch, **options) as started:
+
+            def wait_for_ray() -> list[psutil.Process]:
+                with in_one_line("Ray did not start"):
+                    started()
+                return [
+                    process
+                    for process in _processes_of(scratch)
+                    if process.name() in ("gcs_server", "raylet")
+                ]
+
+            yield wait_for_ray
 
 
-def _local_resources(config: TandemConfig) -> dict[str, Any]:
-    """Returns at least the resources that all replicas reserve: one machine fits any placement."""
+def _local_resources(config: TandemConfig) -> tuple[int, dict[str, Any]]:
+    """Returns the number of the service's processes, and resources for them.
+
+    These are at least what all replicas reserve: one machine fits any placement. Ray has a CPU for
+    each process, because it starts a process for each CPU in advance.
+    """
     totals: defaultdict[str, float] = defaultdict(float)
+    num_processes = _OTHER_PROCESSES
     for section, replicas in (
         (config.router, config.router.replicas or 1),
         (config.prefill, config.prefill.num_ranks),
         (config.decode, config.decode.num_ranks),
     ):
+        num_processes += replicas
         totals["CPU"] += replicas * section.num_cpus
         for name, amount in section.resources.items():
             totals[name] += replicas * amount
     # Ray accepts no fraction of a node's resource.
     resources = {name: math.ceil(amount) for name, amount in totals.items()}
-    num_cpus = max(os.cpu_count() or 1, resources.pop("CPU"))
-    return {"num_cpus": num_cpus, "resources": resources}
+    num_cpus = max(num_processes, resources.pop("CPU"))
+    return num_processes, {"num_cpus": num_cpus, "resources": resources}
 
 
 @contextmanager
@@ -89,7 +107,8 @@ def joined_ray(address: str) -> Iterator[None]:
     _check_reachable(address)
     with ExitStack() as stack:
         with in_one_line(f"address: cannot join the Ray cluster at {address}"):
-            stack.enter_context(_ray(address=address))
+            started = stack.enter_context(_ray(address=address))
+            started()
         yield
 
 
@@ -105,34 +124,38 @@ def _check_reachable(address: str) -> None:
 
 
 @contextmanager
-def _ray(**options: Any) -> Iterator[None]:
-    """Runs Ray from init to shutdown, both in one extra thread.
+def _ray(**options: Any) -> Iterator[Callable[[], None]]:
+    """Runs Ray from init to shutdown, both in one extra thread; yields a function that waits.
 
-    No signal interrupts init in that thread: an incomplete start would leave processes behind. The
-    thread lives as long as Ray, since the kernel kills Ray's processes with the thread that started
-    them.
+    The function raises what init raises. No signal interrupts init in that thread: an incomplete
+    start would leave processes behind. The thread lives as long as Ray, since the kernel kills
+    Ray's processes with the thread that started them.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="tandem-ray") as thread:
+        start = thread.submit(_init, **options)
         try:
-            start = thread.submit(
-                ray.init, log_to_driver=False, logging_level=logging.ERROR, **options
-            )
-            try:
-                start.result()
-            finally:
-                wait([start])
-                _restore_sigterm_handler()
-            yield
+            yield start.result
         finally:
+            wait([start])
             processes = _processes_of(options["_temp_dir"]) if "_temp_dir" in options else []
             thread.submit(ray.shutdown).result()
             _end(processes)
 
 
-def _restore_sigterm_handler() -> None:
-    """Installs Python's handler again; Ray has replaced it by one that aborts the process."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+def _init(**options: Any) -> None:
+    """Initializes Ray, and keeps this process's handler of SIGTERM.
+
+    Ray replaces it by one that aborts the process.
+    """
+    # Not signal.signal, which works in the main thread alone.
+    get_handler = ctypes.pythonapi.PyOS_getsig
+    get_handler.restype = ctypes.c_void_p
+    handler = ctypes.c_void_p(get_handler(signal.SIGTERM))
+    try:
+        with without_idle_processes(dashboard=options.get("include_dashboard", False)):
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    finally:
+        ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, handler)
 
 
 def _processes_of(scratch: str) -> list[psutil.Process]:

@@ -21,7 +21,6 @@ from ray.serve.handle import DeploymentHandle
 
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
-from ...workers.model.loader import open_checkpoint
 from ..config import TandemConfig
 from .identity_file import kept_salt, read_identity
 from .members import Continuity
@@ -114,6 +113,8 @@ def _kept_cache_secret(config: TandemConfig) -> bytes | None:
 
 
 def _layout(config: TandemConfig, folder: str) -> bytes:
+    from ...workers.model.loader import open_checkpoint  # with torch, which takes a second
+
     checkpoint = open_checkpoint(
         Path(folder),
         config.model_impl,

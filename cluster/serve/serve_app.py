@@ -13,6 +13,7 @@ not all nodes have joined yet.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 from ray import serve
@@ -28,7 +29,7 @@ from ..config import (
     TandemConfig,
     load_config,
 )
-from ..local.environment import compute_environment
+from ..local.environment import ROUTER_ENVIRONMENT, compute_environment
 from ..nodes import NodeOffer, ranks_per_node
 from ..scaling.config import ScalingConfig
 from ..scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, keep
@@ -84,21 +85,21 @@ def build_app(
     nodes: Sequence[NodeOffer],
     num_routers: int,
     continuity: Continuity,
+    inherited: Mapping[str, str] = MappingProxyType({}),
 ) -> serve.Application:
     """Returns the application that serves the model in `folder`, a path that every node must have.
 
     `nodes`: the nodes of the cluster. Workers without a configured thread count share the cores of
-    their nodes.
+    their nodes. `inherited`: the environment that all processes of this Ray have.
     """
     pools = [
-        _bind_pool(role, config, folder, nodes, continuity.identity)
+        _bind_pool(role, config, folder, nodes, continuity.identity, inherited)
         for role, pool in config.pools.items()
         if pool.replicas
     ]
-    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    options = _options(config, config.router, environment) | _number_options(
-        num_routers, num_routers, _reports_to(config)
-    )
+    environment = dict(ROUTER_ENVIRONMENT.items() - inherited.items())
+    options = _options(config, config.router, environment)
+    options |= _number_options(num_routers, num_routers, _reports_to(config))
     if config.router.replicas is None and num_routers > 1:
         options["max_replicas_per_node"] = 1
     router: Any = serve.deployment(Router, name=ROUTER, **options)
@@ -116,9 +117,11 @@ def _bind_pool(
     folder: str,
     nodes: Sequence[NodeOffer],
     identity: PeerIdentity,
+    inherited: Mapping[str, str],
 ) -> serve.Application:
     pool = config.pools[role]
-    options = _options(config, pool, compute_environment(pool))
+    environment = dict(compute_environment(pool).items() - inherited.items())
+    options = _options(config, pool, environment)
     options |= _number_options(
         pool.replicas, pool.max_replicas, pool.autoscaling or _reports_to(config)
     )
@@ -135,7 +138,9 @@ def _bind_pool(
     deployment: Any = serve.deployment(WorkerPool, name=_POOLS[role], **options)
     return cast(
         serve.Application,
-        deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity),
+        deployment.bind(
+            config, folder, role, ranks_per_node(config, pool, nodes), identity, environment
+        ),
     )
 
 
@@ -178,11 +183,9 @@ def _number_options(fewest: int, most: int, scaling: ScalingConfig | None) -> di
 def _options(
     config: TandemConfig, section: RouterConfig | PoolConfig, environment: dict[str, str]
 ) -> dict[str, Any]:
-    actor = {
-        "num_cpus": section.num_cpus,
-        "resources": section.resources,
-        "runtime_env": {"env_vars": environment},
-    }
+    actor: dict[str, Any] = {"num_cpus": section.num_cpus, "resources": section.resources}
+    if environment:
+        actor["runtime_env"] = {"env_vars": environment}
     if section.labels:
         actor["label_selector"] = section.labels
     return {

@@ -59,8 +59,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
 @pytest.mark.parametrize(
     ("deployment", "args"),
     [
-        (app.WorkerPool, ("prefill", 1, IDENTITY)),
-        (app.WorkerPool, ("decode", 1, IDENTITY)),
+        (app.WorkerPool, ("prefill", 1, IDENTITY, {})),
+        (app.WorkerPool, ("decode", 1, IDENTITY, {})),
         (app.Router, (1, CONTINUITY)),
     ],
 )
@@ -98,9 +98,10 @@ def test_a_start_that_times_out_is_one_line(
     monkeypatch.setattr(
         "tandem.cluster.serve.launch.serve_http_address", lambda: ("127.0.0.1", 8000)
     )
-    monkeypatch.setattr("tandem.cluster.serve.launch.close_directory", lambda name: None)
+    for name in ("open_directory", "close_directory"):
+        monkeypatch.setattr(f"tandem.cluster.serve.launch.{name}", lambda name: None)
     monkeypatch.setattr(
-        "tandem.cluster.serve.redeploy.open_checkpoint", lambda *args, **options: Mock()
+        "tandem.workers.model.loader.open_checkpoint", lambda *args, **options: Mock()
     )
     monkeypatch.setattr(function, fail)
     with pytest.raises(Unavailable) as raised, launch.start_service(config, "/no/folder"):

@@ -15,6 +15,8 @@ from tandem.tests.source import Module, imported_names, package_modules
 GUARDED = "tandem.cluster.serve.ray_internals"
 
 CALLS = """
+import os
+import signal
 import time
 
 import psutil
@@ -35,9 +37,13 @@ class App:
     pass
 
 
-with local_ray(load_config(None, {"model": "m"})):
-    commands = [" ".join(each.cmdline()) for each in psutil.Process().children()]
-    assert commands and not any("log_monitor" in each for each in commands), commands
+signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+received = []
+with local_ray(load_config(None, {"model": "m"})) as wait_for_ray:
+    assert sorted(each.name() for each in wait_for_ray()) == ["gcs_server", "raylet"]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM]
+    assert len(psutil.Process().children()) == 2  # no log monitor, no autoscaler, no dashboard
     port = free_port("127.0.0.1")
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     assert serve_http_address() == ("127.0.0.1", port)
@@ -115,9 +121,12 @@ def test_a_missing_part_is_named_with_the_version_of_ray(monkeypatch: pytest.Mon
         Unavailable, match=r"^Ray [\d.]+ lacks ray.serve.context._get_global_client"
     ):
         ray_internals.serve_http_address()
-    monkeypatch.setattr("ray._private.worker._global_node", object())
-    with pytest.raises(Unavailable, match=r"^Ray [\d.]+ lacks `kill_log_monitor` of its node"):
-        ray_internals.stop_log_monitor()
+    monkeypatch.delattr("ray._private.node.Node.start_monitor")
+    with (
+        pytest.raises(Unavailable, match=r"^Ray [\d.]+ lacks `start_monitor` of its class Node"),
+        ray_internals.without_idle_processes(dashboard=True),
+    ):
+        pass
     monkeypatch.setattr("ray.serve.delete", lambda name: None)
     with pytest.raises(Unavailable, match=r"^Ray [\d.]+ lacks the parameter `_blocking`"):
         ray_internals.begin_delete("tandem")

@@ -164,7 +164,7 @@ def test_flags_split_both_pools_or_one(
         asked.append((config.prefill.tp, config.decode.tp))
         raise InvalidArgument("enough")
 
-    monkeypatch.setattr(serve, "checked_folder", refuse)
+    monkeypatch.setattr(serve, "with_draft_folder", refuse)
     file = tmp_path / "split.yaml"
     file.write_text("model: m\nprefill: {tp: 2}\ndecode: {tp: 4}\n")
     assert isinstance(
@@ -309,7 +309,7 @@ def test_the_environment_is_checked_before_the_model_is_fetched(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    monkeypatch.setattr(serve, "checked_folder", lambda _: pytest.fail("fetched"))
+    monkeypatch.setattr(serve, "resolve_model", lambda *_, **__: pytest.fail("fetched"))
     code, out, err = run("serve", "org/name")
     assert (code, out) == (2, "")
     assert err.startswith(
