@@ -156,7 +156,8 @@ context is longer than its original context uses the long factors for all sequen
 transformers uses them only for long sequences. If `context_tokens` is within the original context,
 the short factors are used, which are better there.
 
-Steps of families with experts are not recorded on CPUs. On GPUs they multiply by all experts in one
+Families with experts multiply by all experts in one call on CPUs, and their steps are recorded,
+unless the processor has AMX or experts are stored in different ways. On GPUs they multiply in one
 launch and are captured: by torch's `grouped_mm` in bfloat16 with compute capability 9 and 10, by a
 Triton kernel on other GPUs, in other dtypes, with weights in FP8 and with `numerics: exact`. Only
 experts that are stored in different ways run one by one. Their speed on GPUs is not measured.

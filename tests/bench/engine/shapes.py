@@ -108,6 +108,12 @@ HF_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
+    "qwen3-moe-0.5b": _qwen3_moe(
+        (16, 768, 2048, 12, 4, 64, 32_000),
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=384,
+    ),
     # Three of four layers have a gated delta net, with a state of 1.07 MB.
     "qwen3.5-0.8b": _hf_config(
         "Qwen3_5",

@@ -70,7 +70,7 @@ def logits_by_position(
     return found
 
 
-@pytest.mark.parametrize("family", [*DENSE, "gemma3"])
+@pytest.mark.parametrize("family", [*DENSE, "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize(("num_mates", "head_dim"), [(0, 32), (3, 32), (20, 32), (3, 44)])
 def test_logits_depend_on_the_tokens_alone(
     family: str, num_mates: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -166,9 +166,7 @@ def test_over_ranks(
 def test_in_bfloat16_logits_depend_on_the_tokens_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit: decoded, in chunks, beside others, and as recorded programs where the family
-    has them.
-    """
+    """To the last bit: decoded, in chunks, beside others, and as recorded programs."""
     sizes: dict[str, Any] = {"hidden_size": 128} | (
         {} if family in ("qwen2", "cohere2", "phi3") else {"head_dim": 32}
     )
@@ -177,10 +175,9 @@ def test_in_bfloat16_logits_depend_on_the_tokens_alone(
     mixed = logits_by_position(other, cut(150, random.Random(1)), 3, monkeypatch)
     for end, logits in mixed.items():
         assert torch.equal(logits, decoded[end]), end
-    assert (other._decodes is None) == (other.config.experts is not None)
-    if other._decodes is not None:
-        expected = step_logits(other, monkeypatch, recorded=False)
-        assert all(map(torch.equal, step_logits(other, monkeypatch, recorded=True), expected))
+    assert None not in (other._decodes, other._tokens)
+    expected = step_logits(other, monkeypatch, recorded=False)
+    assert all(map(torch.equal, step_logits(other, monkeypatch, recorded=True), expected))
 
 
 def test_the_page_lists_them() -> None:

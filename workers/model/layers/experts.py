@@ -9,6 +9,7 @@ import torch
 from .. import kernels
 from ..config import ExpertsConfig
 from ..kernels.c import cpu, gates
+from ..kernels.c import experts as native
 from ..module import Module, Parameter, WeightSlice
 from ..quant.base import LinearMethod, LinearPartition, activate_and_mul
 from ..quant.side_by_side import method_of_maps
@@ -16,7 +17,9 @@ from ..quant.unquantized import UnquantizedLinearMethod
 from .grouped import (
     ExpertRows,
     GroupedLinear,
+    PackedExperts,
     add_outputs,
+    can_pack,
     can_stack,
     multiplies_in_one_launch,
 )
@@ -33,7 +36,8 @@ class RoutedExperts(Module, ABC):
     Every rank has its part of each expert. On CPUs, and on GPUs with `batch_invariant`, a token's
     output does not depend on the other tokens of the batch, to the last bit: neither do an expert's
     products, and the outputs are added in a fixed order. GPUs multiply the rows of all experts in
-    one launch: of torch, which is faster, or of our kernel.
+    one launch: of torch, which is faster, or of our kernel. CPUs do so in one call if there is a
+    kernel for the weights; then the step can be recorded.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class RoutedExperts(Module, ABC):
         self._tp = build.tp
         self._batch_invariant = build.batch_invariant
         self._grouped: tuple[GroupedLinear, GroupedLinear] | None = None
+        self._packed: tuple[PackedExperts, PackedExperts] | None = None
         self._by_torch = False
         self.router: LinearMethod = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)
         outputs = ((router, config.num_experts, slice(None)),)
@@ -78,7 +83,11 @@ class RoutedExperts(Module, ABC):
         return down[number].apply(self.activate(gate_up[number].apply(x)))
 
     def process_after_load(self) -> None:
-        """Stacks the experts' weights on GPUs, where one launch then multiplies by all of them."""
+        """Joins the experts' weights, so that one launch or call multiplies by all of them."""
+        if self._config.num_experts <= native.MAX_EXPERTS and all(map(can_pack, self.maps())):
+            gate_up, down = self.maps()
+            self._packed = (PackedExperts(gate_up), PackedExperts(down))
+            return
         router = self.router.plain_form()
         if router is None or not kernels.on_gpu(router[0]):
             return
@@ -104,6 +113,8 @@ class RoutedExperts(Module, ABC):
         chosen, weights = self._route(x)
         if inputs is None:
             inputs = x
+        if self._packed is not None:
+            return self._by_panels(inputs, chosen, weights, residual, *self._packed)
         if self._grouped is None:
             total = self._one_by_one(inputs, chosen, weights)
         elif self._by_torch:
@@ -124,6 +135,30 @@ class RoutedExperts(Module, ABC):
                 0, rows, self.compute(number, x[rows]).float() * weights[rows, places, None]
             )
         return total
+
+    def _by_panels(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        residual: torch.Tensor | None,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+    ) -> torch.Tensor:
+        """Returns the sums of all ranks in the dtype of x, added to `residual`."""
+        choices = native.sort_choices(chosen, self._config.num_experts)
+        hidden = self.inner(cpu.gather(x, choices.tokens), choices, gate_up)
+        outputs = down.multiply(hidden, choices)
+        if self._tp.group is None:
+            return native.combine(outputs, choices.places, weights, residual)
+        total = self._tp.all_reduce(native.combine(outputs, choices.places, weights))
+        return total if residual is None else residual + total
+
+    def inner(
+        self, x: torch.Tensor, choices: native.SortedChoices, gate_up: PackedExperts
+    ) -> torch.Tensor:
+        """Maps sorted rows x [num_rows, hidden] to inputs of the down maps, [num_rows, size]."""
+        return self.activate(gate_up.multiply(x, choices))
 
     def _by_grouped_mm(
         self,
@@ -158,13 +193,24 @@ class RoutedExperts(Module, ABC):
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns each token's experts and float32 weights, both [num_tokens, num_chosen]."""
         config = self._config
+        scores = self._sigmoid_scores(x) if config.sigmoid else self.router.apply(x)
+        if native.can_route(scores):
+            return native.route(
+                scores,
+                config.num_chosen,
+                softmax=not config.sigmoid,
+                normalised=config.normalised,
+                factor=config.scale,
+                bias=None if self.score_bias is None else self.score_bias.data,
+                num_groups=config.num_groups,
+                num_chosen_groups=config.num_chosen_groups,
+            )
         if config.sigmoid:
-            scores = self._sigmoid_scores(x)
             ranked = scores if self.score_bias is None else scores + self.score_bias.data
             chosen = self._of_best_groups(ranked).topk(config.num_chosen, dim=-1).indices
             weights = scores.gather(1, chosen)
         else:
-            scores = self.router.apply(x).float().softmax(dim=-1)
+            scores = scores.float().softmax(dim=-1)
             weights, chosen = scores.topk(config.num_chosen, dim=-1)
         if config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -255,6 +301,13 @@ class MlpExperts(RoutedExperts):
         if not self._has_gate:
             return relu_squared(gate_up)
         return activate_and_mul(gate_up, self._activation)
+
+    def inner(
+        self, x: torch.Tensor, choices: native.SortedChoices, gate_up: PackedExperts
+    ) -> torch.Tensor:
+        if not gate_up.alternates:
+            return super().inner(x, choices, gate_up)
+        return gate_up.multiply(x, choices, self._activation)
 
     def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
         if not self._has_gate:

@@ -1,4 +1,4 @@
-"""Multiplies each row by the weight of its expert in one launch, without waiting for the device."""
+"""Multiplies each row by the weight of its expert: in one launch on GPUs, in one call on CPUs."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Self
@@ -6,7 +6,9 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch.nn import functional
 
-from ..quant.base import LinearMethod, StackedForm
+from ..kernels.c import cpu
+from ..kernels.c.experts import SortedChoices
+from ..quant.base import LinearMethod, PackedForm, StackedForm
 
 _ALIGNMENT: Final = 16  # bytes of a row that grouped_mm requires
 _MAJORS: Final = (9, 10)  # compute capabilities for which torch has a kernel, in bfloat16
@@ -22,7 +24,7 @@ class ExpertRows(NamedTuple):
     @classmethod
     def sort(cls, chosen: torch.Tensor, num_experts: int) -> Self:
         """Orders the rows of `chosen`, [num_tokens, num_chosen], the experts of each token."""
-        experts, order = chosen.flatten().sort(stable=True)
+        experts, order = chosen.flatten().long().sort(stable=True)
         numbers = torch.arange(num_experts, device=chosen.device)
         # Not bincount, which waits for the device.
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
@@ -77,6 +79,59 @@ class GroupedLinear:
         )
 
 
+class PackedExperts:
+    """Computes y = x W^T + b with the weight and the bias of each row's expert, by C kernels.
+
+    A row's result has the bits of the expert's own linear method.
+    """
+
+    def __init__(self, methods: list[LinearMethod]) -> None:
+        """Copies the experts' weights into one tensor and empties the list.
+
+        Requires `can_pack`.
+        """
+        forms = [form for each in methods if (form := each.packed_form()) is not None]
+        methods.clear()
+        self.alternates = forms[0].alternates
+        self._num_outputs = forms[0].num_outputs
+        # [experts, outputs]
+        self._bias = _stack([form.bias for form in forms])
+        # Experts follow each other panel by panel.
+        self._weight = torch.cat([form.weight for form in forms])
+        self._scales = _join([form.scales for form in forms])
+        self._zeros = _join([form.zeros for form in forms])
+
+    def multiply(
+        self, x: torch.Tensor, choices: SortedChoices, activation: str | None = None
+    ) -> torch.Tensor:
+        """Maps sorted rows x [num_rows, inputs] to [num_rows, outputs].
+
+        With `activation`, which requires `alternates`, the result is activation(gate) * up,
+        [num_rows, outputs / 2].
+        """
+        groups = choices.groups
+        if self._scales is not None and self._scales.dtype is torch.bfloat16:
+            numbers = (self._weight, self._scales, self._zeros)
+            return cpu.linear_int(
+                x, numbers, self._num_outputs, self._bias, activation=activation, groups=groups
+            )
+        return cpu.linear(
+            x,
+            self._weight,
+            self._num_outputs,
+            self._bias,
+            activation=activation,
+            scales=self._scales,
+            groups=groups,
+        )
+
+
+def can_pack(methods: Sequence[LinearMethod]) -> bool:
+    """Returns True if a C kernel multiplies the weights of all experts in one call."""
+    forms = [each.packed_form() for each in methods]
+    return None not in forms and len({_packed_shape(form) for form in forms if form}) == 1
+
+
 def add_outputs(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Returns the weighted sum of each token's outputs, [num_tokens, size].
 
@@ -120,3 +175,15 @@ def _shape(form: StackedForm) -> tuple[object, ...]:
 def _stack(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
     given = [each for each in tensors if each is not None]
     return torch.stack(given) if given else None
+
+
+def _packed_shape(form: PackedForm) -> tuple[object, ...]:
+    """Returns the shapes and dtypes, which are equal in the weights of one `PackedExperts`."""
+    tensors = (form.weight, form.scales, form.zeros, form.bias)
+    shapes = [None if each is None else (each.shape, each.dtype) for each in tensors]
+    return form.num_outputs, form.alternates, *shapes
+
+
+def _join(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    given = [each for each in tensors if each is not None]
+    return torch.cat(given) if given else None

@@ -12,6 +12,7 @@ import torch
 from ..config import ExpertsConfig, Fields, ModelConfig
 from ..layers.experts import ExpertMaps, RoutedExperts
 from ..layers.linear import BuildOptions
+from ..layers.scaling import clamped_gate
 from ..layers.stacked import StackedMap, inputs_together
 from ..module import Parameter, WeightSlice
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
@@ -66,9 +67,7 @@ class GptOssExperts(RoutedExperts):
         return self.gate_up.maps, self.down.maps
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate = gate_up[:, ::2].clamp(max=_LIMIT)
-        up = gate_up[:, 1::2].clamp(-_LIMIT, _LIMIT)
-        return (up + 1) * gate * torch.sigmoid(gate * _ALPHA)
+        return clamped_gate(gate_up, _ALPHA, _LIMIT)
 
 
 class GptOssDecoderLayer(LlamaDecoderLayer):

@@ -121,9 +121,7 @@ class ExpertsBesideShared(Module):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
-        gate = self.gate.apply(x)  # [num_tokens, 1]
-        # torch's sigmoid rounds the last rows of a batch in another way than the others.
-        shared = self.shared(x, None) * sigmoid_gated(torch.ones_like(gate), gate)
+        shared = sigmoid_gated(self.shared(x, None), self.gate.apply(x))
         return self.routed(x, shared if residual is None else residual + shared)
 
 

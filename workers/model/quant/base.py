@@ -98,6 +98,17 @@ class StackedForm(NamedTuple):
     bias: torch.Tensor | None  # [outputs]
 
 
+class PackedForm(NamedTuple):
+    """Holds an expert's weight as the C kernels multiply it."""
+
+    weight: torch.Tensor  # as `kernels.c.cpu` packs it, as the next two
+    scales: torch.Tensor | None  # None: of a weight in bfloat16
+    zeros: torch.Tensor | None
+    num_outputs: int
+    bias: torch.Tensor | None  # [outputs]
+    alternates: bool  # as `LinearMethod.fuses_gate`
+
+
 class LinearMethod(Module, ABC):
     """Holds the weights of one linear layer and multiplies by them; one instance per layer."""
 
@@ -145,6 +156,10 @@ class LinearMethod(Module, ABC):
         """Returns an expert's loaded weight, or None if experts must be multiplied one by one."""
         form = self.plain_form()
         return None if form is None else StackedForm(form[0], None, form[1])
+
+    def packed_form(self) -> PackedForm | None:
+        """Returns an expert's loaded weight, or None if no C kernel multiplies it."""
+        return None
 
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

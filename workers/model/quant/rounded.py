@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ..kernels.c import cpu
 from ..module import Parameter
-from .base import PlainLinearMethod
+from .base import PackedForm, PlainLinearMethod
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Numbers [outputs, inputs] uint8, or their bits, and their scales and zeros [outputs, groups].
@@ -112,6 +112,11 @@ class RoundedLinearMethod(PlainLinearMethod):
                 None if zeros is None else cpu.alternate(*zeros.chunk(2)),
             )
         self._packed: cpu.PackedNumbers = self.pack(numbers) if self._uses_kernel else numbers
+
+    def packed_form(self) -> PackedForm | None:
+        if not self._uses_kernel:
+            return None
+        return PackedForm(*self._packed, self._num_outputs, self._bias, self.fuses_gate)
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if self.fuses_gate:  # then there is neither bias nor residual

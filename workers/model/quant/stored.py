@@ -10,7 +10,7 @@ import torch
 from ..config import Fields
 from ..kernels.c import cpu
 from ..module import Parameter, WeightSlice
-from .base import LinearMethod, LinearPartition, StackedForm
+from .base import LinearMethod, LinearPartition, PackedForm, StackedForm
 from .fp8 import SCALE_BYTES, Fp8LinearMethod, can_stack
 from .int4 import Int4LinearMethod, can_pack, group_of, kept_bytes
 from .integer import MAX_GROUP, UNIT, IntegerLinearMethod
@@ -133,6 +133,9 @@ class StoredLinearMethod(LinearMethod):
 
     def stacked_form(self) -> StackedForm | None:
         return self._method.stacked_form()
+
+    def packed_form(self) -> PackedForm | None:
+        return self._method.packed_form()
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return self._method.apply(x, residual)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from .. import kernels
 from ..kernels.c import cpu
-from .base import LinearPartition, PlainLinearMethod
+from .base import LinearPartition, PackedForm, PlainLinearMethod
 
 _Linear = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
@@ -85,6 +85,11 @@ class UnquantizedLinearMethod(PlainLinearMethod):
     def plain_form(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         is_packed = self._uses_kernel or self._uses_onednn or self.fuses_gate
         return None if is_packed else (self._matrix, self._bias)
+
+    def packed_form(self) -> PackedForm | None:
+        if not self._uses_kernel:
+            return None
+        return PackedForm(self._matrix, None, None, self._num_outputs, self._bias, self.fuses_gate)
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if self.fuses_gate:  # then there is neither bias nor residual

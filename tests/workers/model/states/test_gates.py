@@ -42,6 +42,11 @@ def sigmoid(dtype: torch.dtype) -> Compute:
     return lambda x, y: (sigmoid_gated(x.flatten(1), y.flatten(1)),)
 
 
+def sigmoid_of_one(dtype: torch.dtype) -> Compute:
+    """A gate of each row, not of each number."""
+    return lambda x, y: (sigmoid_gated(x.flatten(1), y[:, 0, :1]),)
+
+
 def norm(dtype: torch.dtype, *, heads: int, gate_first: bool) -> Compute:
     """A norm whose weight has `heads` heads."""
     shape = (heads * DIM,)
@@ -77,6 +82,7 @@ def scores(dtype: torch.dtype) -> Compute:
 RECORDED: dict[str, Callable[[torch.dtype], Compute]] = {
     "delta gates": delta_gates,
     "sigmoid": sigmoid,
+    "sigmoid of one gate": sigmoid_of_one,
     "norm, then gate": partial(norm, heads=1, gate_first=False),
     "gate, then norm of each head": partial(norm, heads=HEADS, gate_first=True),
 }

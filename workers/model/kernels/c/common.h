@@ -84,6 +84,15 @@ static inline float silu(float x) { return sigmoid_mul(x, x); }
 // its argument.
 static inline float gelu(float x) { return sigmoid_mul(1.5957691216f * (x + 0.044715f * x * x * x), x); }
 
+// y, or x if that is NaN. Bits are compared, because -ffast-math assumes that no number is NaN.
+static inline float pass_nan(float y, float x) {
+    uint32_t bits, of_x;
+    memcpy(&bits, &y, sizeof bits), memcpy(&of_x, &x, sizeof of_x);
+    bits = (of_x & 0x7fffffff) > 0x7f800000 ? of_x : bits;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
 enum { SILU = 1, GELU = 2 };  // activations of gates
 
 // New tokens of one sequence and its KV cache; see paged_attention.c. A group is the query heads that

@@ -168,6 +168,23 @@ def gelu_mul(x: torch.Tensor) -> torch.Tensor:
     return _gated("gelu_mul", x)
 
 
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """Computes relu(x) ** 2 of a contiguous [rows, dim]."""
+    rows, dim = x.shape
+    out = x.new_empty(rows, dim)
+    call("relu_squared", x.dtype, rows, x, out, dim)
+    return out
+
+
+def clamped_gate(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Computes gpt-oss's gate of a contiguous [rows, 2 * dim], gate and up in turn: [rows, dim]."""
+    rows = x.shape[0]
+    dim = x.shape[1] // 2
+    out = x.new_empty(rows, dim)
+    call("clamped_gate", x.dtype, rows, x, out, dim, alpha, limit)
+    return out
+
+
 def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
     dim = x.shape[1] // 2
@@ -267,11 +284,13 @@ def linear(
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
     activation: str | None = None,
     scales: torch.Tensor | None = None,  # of weights in FP8, from pack_linear_fp8
+    groups: torch.Tensor | None = None,  # of rows by expert, from `experts.sort_choices`
 ) -> torch.Tensor:
     """Computes x W^T + bias + residual: [rows, outputs].
 
     With `activation` the weight must be alternated; the result is activation(gate) * up, [rows,
-    outputs / 2].
+    outputs / 2]. With `groups` the weights and biases of all experts follow each other, and x are
+    the sorted rows of all choices.
     """
     rows, inputs = x.shape
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
@@ -281,7 +300,8 @@ def linear(
     name = "linear_wide" if is_wide else "linear"
     factor = _widen(x) if is_wide else x
     places = (factor, factor.stride(0), packed, bias, residual, out)
-    call(name, x.dtype, rows, *places, outputs, inputs, gated, scales, group_size)
+    sizes = (outputs, inputs, gated, scales, group_size, 0, 0)
+    call(name, x.dtype, rows, *places, *sizes, groups)
     return out
 
 
@@ -377,22 +397,22 @@ def linear_int(
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
     activation: str | None = None,
     input_bits: int = 8,  # or 16
+    groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes `linear` for integer weights; x is rounded by group if there is a dot product."""
     weight, scales, zeros = packed
     rows, inputs = x.shape
-    groups = scales.shape[1]
+    num_groups = scales.shape[1]
     bits = 8 * weight.shape[1] // inputs
     parts = input_bits // 8
     is_wide = linear_form("_int") == WIDENED
     name = "linear_int_wide" if is_wide else "linear_int"
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
-    factors = (_widen(x), None) if is_wide else _quantize(x, groups, parts)
+    factors = (_widen(x), None) if is_wide else _quantize(x, num_groups, parts)
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     operands = (*factors, weight, scales, bias, residual, out)
-    call(
-        name, x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros, parts
-    )
+    sizes = (outputs, inputs, inputs // num_groups, bits, gated, zeros, parts)
+    call(name, x.dtype, rows, *operands, *sizes, groups)
     return out
 
 

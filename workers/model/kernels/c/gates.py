@@ -56,10 +56,12 @@ def gated_squares(
 
 
 def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Computes x * sigmoid(gate) of [rows, dim] each: [rows, dim]."""
+    """Computes x * sigmoid(gate), [rows, dim], of x [rows, dim] and gate [rows, dim or 1]."""
     rows, dim = x.shape
     out = x.new_empty(rows, dim)
-    call("sigmoid_gated", x.dtype, rows, x, x.stride(0), gate, gate.stride(0), out, dim)
+    is_shared = int(gate.shape[1] == 1)
+    places = (x, x.stride(0), gate, gate.stride(0), out)
+    call("sigmoid_gated", x.dtype, rows, *places, dim, is_shared)
     return out
 
 

@@ -102,6 +102,37 @@
         return 0;                                                                                                      \
     }
 
+// relu(x)^2 (arXiv 2109.08668): x and out [rows, dim], contiguous.
+#define DEFINE_RELU_SQUARED(T, NAME)                                                                                   \
+    int64_t relu_squared_##NAME(const Arg *a, int64_t rows, int64_t item) {                                            \
+        const T *x = a[0].p;                                                                                           \
+        T *out = a[1].p;                                                                                               \
+        const int64_t dim = a[2].n, step = rows_of_item(dim), end = least(rows, (item + 1) * step) * dim;              \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        for (int64_t i = item * step * dim; i < end; i++) {                                                            \
+            const float u = load_##NAME(x[i]);                                                                         \
+            out[i] = store_##NAME(pass_nan(u > 0 ? u * u : 0, u));                                                     \
+        }                                                                                                              \
+        return 0;                                                                                                      \
+    }
+
+// The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with gate up to `limit` and up within it: x [rows,
+// dim, gate and up]; out [rows, dim].
+#define DEFINE_CLAMPED_GATE(T, NAME)                                                                                   \
+    int64_t clamped_gate_##NAME(const Arg *a, int64_t rows, int64_t item) {                                            \
+        const T *x = a[0].p;                                                                                           \
+        T *out = a[1].p;                                                                                               \
+        const int64_t dim = a[2].n, step = rows_of_item(dim), end = least(rows, (item + 1) * step) * dim;              \
+        const float alpha = a[3].f, limit = a[4].f;                                                                    \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        for (int64_t i = item * step * dim; i < end; i++) {                                                            \
+            const float u = load_##NAME(x[2 * i]), v = load_##NAME(x[2 * i + 1]), most = v < limit ? v : limit;        \
+            const float gate = pass_nan(u < limit ? u : limit, u), up = pass_nan(most > -limit ? most : -limit, v);    \
+            out[i] = store_##NAME(sigmoid_mul(alpha * gate, gate * (up + 1)));                                         \
+        }                                                                                                              \
+        return 0;                                                                                                      \
+    }
+
 // Rotary embedding (arXiv 2104.09864): x [rows, heads, dim], rows `stride` elements apart; cos and signed sin
 // [rows, dim] of a RotaryEmbedding; out [rows, heads, dim].
 #define DEFINE_ROTATE(T, NAME)                                                                                         \
@@ -137,6 +168,10 @@ DEFINE_GATED(float, f32, silu, silu_mul)
 DEFINE_GATED(uint16_t, bf16, silu, silu_mul)
 DEFINE_GATED(float, f32, gelu, gelu_mul)
 DEFINE_GATED(uint16_t, bf16, gelu, gelu_mul)
+DEFINE_RELU_SQUARED(float, f32)
+DEFINE_RELU_SQUARED(uint16_t, bf16)
+DEFINE_CLAMPED_GATE(float, f32)
+DEFINE_CLAMPED_GATE(uint16_t, bf16)
 DEFINE_ROTATE(float, f32)
 DEFINE_ROTATE(uint16_t, bf16)
 

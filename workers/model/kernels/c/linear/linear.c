@@ -101,18 +101,22 @@ MULTIPLY_ROWS(8)
 
 // x [rows, inputs], rows x_stride elements apart; weights packed as above; y [rows, outputs]. FP8
 // weights have scales [.., groups, 32]; for bfloat16 the scales are NULL, and there is one group. Bias,
-// residual, gate and heads are as in linear.h. An item is a panel.
+// residual, gate, heads and groups of rows are as in linear.h. An item is a panel, of a group if there are
+// groups.
 int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
-    const uint16_t *x = (const uint16_t *)a[0].p + inputs_of_panel(item, a[11].n, a[12].n);
-    const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
-    const int64_t x_stride = a[1].n, inputs = a[7].n, group = a[10].n;
-    if (item < 0) return ceil_div(end.outputs, PANEL);
-    const float *scales = a[9].p ? (const float *)a[9].p + item * (inputs / group) * PANEL : NULL;
+    const int64_t x_stride = a[1].n, outputs = a[6].n, inputs = a[7].n, group = a[10].n;
+    const int64_t panels = ceil_div(outputs, PANEL);
+    if (item < 0) return count_parts(panels, a[13].p);
+    const Part part = part_of_item(item, rows, panels, a[13].p);
+    const Epilogue whole = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = outputs, .gated = a[8].n};
+    const Epilogue end = end_of_part(whole, &part);
+    const uint16_t *x = (const uint16_t *)a[0].p + inputs_of_panel(part.panel, a[11].n, a[12].n);
+    const float *scales = a[9].p ? (const float *)a[9].p + part.stored * (inputs / group) * PANEL : NULL;
     const int64_t pair_bytes = scales ? 2 * PANEL : 4 * PANEL, size = inputs / 2 * pair_bytes;
-    const uint8_t *panel = (const uint8_t *)a[2].p + item * size;
-    const int64_t blocks = ceil_div(rows, ROWS), first = item * PANEL;
-    for (int64_t block = 0, row = 0; block < blocks; block++) {
-        const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
+    const uint8_t *panel = (const uint8_t *)a[2].p + part.stored * size;
+    const int64_t blocks = ceil_div(part.rows, ROWS), last = part.first + part.rows;
+    for (int64_t block = 0, row = part.first; block < blocks; block++) {
+        const int64_t height = (last - row + blocks - block - 1) / (blocks - block);
         // Prefetches 4 KiB ahead while a panel comes from memory, and a share of the next panel while
         // the panel is read again.
         const uint8_t *ahead = block ? panel + size + (block - 1) * size / blocks : panel + 4096;
@@ -130,7 +134,7 @@ int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
             each.x += group, each.panel += group / 2 * pair_bytes, each.ahead += group / 2 * pair_bytes;
             each.scales += scales ? PANEL : 0;
         }
-        finish_rows(&end, results, row, height, first);
+        finish_rows(&end, results, row, height, part.panel * PANEL);
         row += height;
     }
     return 0;

@@ -18,6 +18,30 @@ static inline int64_t inputs_of_panel(int64_t panel, int64_t head_outputs, int64
     return head_outputs ? panel * PANEL / head_outputs * head_stride : 0;
 }
 
+// What an item computes: a panel of the outputs for `rows` rows from `first` on. `stored` is the place of
+// its weights among the packed panels.
+typedef struct {
+    int64_t panel, stored, first, rows, expert;
+} Part;
+
+// The number of items of a product with `panels` panels of outputs, for all rows or for groups of rows.
+static inline int64_t count_parts(int64_t panels, const int32_t *groups) {
+    return groups ? *groups * panels : panels;
+}
+
+// Without groups, all rows are multiplied by the same weight. Otherwise each group of rows has an expert,
+// whose panels follow the panels of the expert before it; see sort_choices in experts.c.
+static inline Part part_of_item(int64_t item, int64_t rows, int64_t panels, const int32_t *groups) {
+    if (!groups) return (Part){.panel = item, .stored = item, .rows = rows};
+    const int64_t panel = item % panels, group = item / panels;
+    const int64_t first = group ? groups[2 * group] : 0, expert = groups[1 + 2 * group];
+    return (Part){.panel = panel,
+                  .stored = expert * panels + panel,
+                  .first = first,
+                  .rows = groups[2 + 2 * group] - first,
+                  .expert = expert};
+}
+
 // `bias` [outputs] and `residual` [rows, outputs] are added unless they are NULL; y [rows, outputs]. If
 // `gated` is not 0, the weights of gate and up alternate in runs of 16, and y [rows, outputs / 2] =
 // act(gate) * up, with SILU or GELU (arXiv 2002.05202).
@@ -26,6 +50,12 @@ typedef struct {
     uint16_t *y;
     int64_t outputs, gated;
 } Epilogue;
+
+// Returns the epilogue of a part; experts have a bias each, [experts, outputs].
+static inline Epilogue end_of_part(Epilogue end, const Part *part) {
+    end.bias += end.bias ? part->expert * end.outputs : 0;
+    return end;
+}
 
 static inline void gate(const float *sums, uint16_t *y, int64_t by) {
     _Alignas(64) float gated[PANEL / 2];

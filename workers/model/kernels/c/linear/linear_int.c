@@ -156,20 +156,23 @@ MULTIPLY_ROWS(8)
 MULTIPLY_ROWS(4)
 
 // q and terms are from quantize_bf16; packed and packed_scales are as above; zeros are [.., groups, 32]
-// or NULL. The other arguments are as in linear_bf16. An item is a panel.
+// or NULL. The other arguments and the items are as in linear_bf16.
 int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
     const int8_t *q = a[0].p;
     const float *terms = a[1].p;
-    const Epilogue end = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
-    const int64_t inputs = a[8].n, group = a[9].n, bits = a[10].n, parts = a[13].n, groups = inputs / group;
-    if (item < 0) return ceil_div(end.outputs, PANEL);
+    const int64_t outputs = a[7].n, inputs = a[8].n, group = a[9].n, bits = a[10].n, parts = a[13].n;
+    const int64_t panels = ceil_div(outputs, PANEL), groups = inputs / group;
+    if (item < 0) return count_parts(panels, a[14].p);
+    const Part part = part_of_item(item, rows, panels, a[14].p);
+    const Epilogue whole = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = outputs, .gated = a[11].n};
+    const Epilogue end = end_of_part(whole, &part);
     const int64_t size = inputs * bits / 8 * PANEL, group_bytes = group * bits / 8 * PANEL;
-    const int64_t blocks = ceil_div(rows, ROWS), steps = group_bytes / 128;
-    const uint8_t *panel = (const uint8_t *)a[2].p + item * size;
-    const uint16_t *scales = (const uint16_t *)a[3].p + item * groups * PANEL;
-    const uint8_t *zeros = a[12].p ? (const uint8_t *)a[12].p + item * groups * PANEL : NULL;
-    for (int64_t block = 0, row = 0; block < blocks; block++) {
-        const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
+    const int64_t blocks = ceil_div(part.rows, ROWS), last = part.first + part.rows, steps = group_bytes / 128;
+    const uint8_t *panel = (const uint8_t *)a[2].p + part.stored * size;
+    const uint16_t *scales = (const uint16_t *)a[3].p + part.stored * groups * PANEL;
+    const uint8_t *zeros = a[12].p ? (const uint8_t *)a[12].p + part.stored * groups * PANEL : NULL;
+    for (int64_t block = 0, row = part.first; block < blocks; block++) {
+        const int64_t height = (last - row + blocks - block - 1) / (blocks - block);
         // As in linear_bf16.
         const uint8_t *ahead = block ? panel + size + (block - 1) * size / blocks : panel + 4096;
         Multiply *const multiply_group = (bits == 8 ? multiply_rows_8 : multiply_rows_4)[height - 1];
@@ -193,7 +196,7 @@ int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
             each.q += group, each.terms += 2, each.panel += group_bytes, each.ahead += group_bytes;
             each.scales += PANEL, each.zeros += zeros ? PANEL : 0;
         }
-        finish_rows(&end, results, row, height, item * PANEL);
+        finish_rows(&end, results, row, height, part.panel * PANEL);
         row += height;
     }
     return 0;

@@ -125,21 +125,21 @@ int64_t widen_rows_bf16(const Arg *a, int64_t rows, int64_t item) {
     return 0;
 }
 
-// x is from widen_rows, rows x_stride elements apart; packed weights, scales and zeros are as in linear.c
-// and linear_int.c. An item is a panel.
-INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const float *x, int64_t x_stride,
-                              const char *scales, const uint8_t *zeros, int64_t inputs, int64_t group,
-                              const Weights kind, const Epilogue *end) {
-    const int64_t words = group / inputs_of_word(kind), group_bytes = words * PANEL * bytes_of_word(kind);
+// Computes a part. x is from widen_rows, rows x_stride elements apart; packed weights, scales and zeros are as in
+// linear.c and linear_int.c.
+INLINE int64_t multiply_panel(const Arg *a, const Part *part, const float *x, int64_t x_stride, const char *scales,
+                              const uint8_t *zeros, int64_t inputs, int64_t group, const Weights kind,
+                              const Epilogue *end) {
+    const int64_t rows = part->rows, words = group / inputs_of_word(kind), group_bytes = words * PANEL * bytes_of_word(kind);
     const int64_t groups = inputs / group, scale_bytes = PANEL * bytes_of_scale(kind), blocks = ceil_div(rows, BLOCK);
-    const uint8_t *panel = (const uint8_t *)a[2].p + item * groups * group_bytes;
+    const uint8_t *panel = (const uint8_t *)a[2].p + part->stored * groups * group_bytes;
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t row = rows * block / blocks, height = rows * (block + 1) / blocks - row;
+        const int64_t at = rows * block / blocks, height = rows * (block + 1) / blocks - at, row = part->first + at;
         _Alignas(64) float results[BLOCK * PANEL] = {0};
         WideGroup each = {.x = x + row * x_stride,
                           .panel = panel,
-                          .scales = kind == WIDE_BF16 ? NULL : scales + item * groups * scale_bytes,
-                          .zeros = zeros ? zeros + item * groups * PANEL : NULL,
+                          .scales = kind == WIDE_BF16 ? NULL : scales + part->stored * groups * scale_bytes,
+                          .zeros = zeros ? zeros + part->stored * groups * PANEL : NULL,
                           .x_stride = x_stride,
                           .words = words,
                           .ahead = panel + 4096,
@@ -157,26 +157,31 @@ INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const fl
             each.x += group, each.panel += group_bytes, each.ahead += ahead_step;
             each.scales += each.scales ? scale_bytes : 0, each.zeros += zeros ? PANEL : 0;
         }
-        finish_rows(end, results, row, height, item * PANEL);
+        finish_rows(end, results, row, height, part->panel * PANEL);
     }
     return 0;
 }
 
 // Like linear_bf16, except for x.
 int64_t linear_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
-    const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
-    if (item < 0) return ceil_div(end.outputs, PANEL);
-    const float *x = (const float *)a[0].p + inputs_of_panel(item, a[11].n, a[12].n);
-    return a[9].p ? multiply_panel(a, rows, item, x, a[1].n, a[9].p, NULL, a[7].n, a[10].n, WIDE_FP8, &end)
-                  : multiply_panel(a, rows, item, x, a[1].n, NULL, NULL, a[7].n, a[7].n, WIDE_BF16, &end);
+    const Epilogue whole = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
+    const int64_t panels = ceil_div(whole.outputs, PANEL);
+    if (item < 0) return count_parts(panels, a[13].p);
+    const Part part = part_of_item(item, rows, panels, a[13].p);
+    const Epilogue end = end_of_part(whole, &part);
+    const float *x = (const float *)a[0].p + inputs_of_panel(part.panel, a[11].n, a[12].n);
+    return a[9].p ? multiply_panel(a, &part, x, a[1].n, a[9].p, NULL, a[7].n, a[10].n, WIDE_FP8, &end)
+                  : multiply_panel(a, &part, x, a[1].n, NULL, NULL, a[7].n, a[7].n, WIDE_BF16, &end);
 }
 
 // Like linear_int_bf16, except that x is in the place of q.
 int64_t linear_int_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
-    const Epilogue end = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
-    if (item < 0) return ceil_div(end.outputs, PANEL);
+    const Epilogue whole = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
+    const int64_t panels = ceil_div(whole.outputs, PANEL);
+    if (item < 0) return count_parts(panels, a[14].p);
+    const Part part = part_of_item(item, rows, panels, a[14].p);
+    const Epilogue end = end_of_part(whole, &part);
     const int64_t inputs = a[8].n;
-    return a[10].n == 8
-               ? multiply_panel(a, rows, item, a[0].p, inputs, a[3].p, a[12].p, inputs, a[9].n, WIDE_INT8, &end)
-               : multiply_panel(a, rows, item, a[0].p, inputs, a[3].p, a[12].p, inputs, a[9].n, WIDE_INT4, &end);
+    return a[10].n == 8 ? multiply_panel(a, &part, a[0].p, inputs, a[3].p, a[12].p, inputs, a[9].n, WIDE_INT8, &end)
+                        : multiply_panel(a, &part, a[0].p, inputs, a[3].p, a[12].p, inputs, a[9].n, WIDE_INT4, &end);
 }

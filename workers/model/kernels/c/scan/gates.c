@@ -83,16 +83,18 @@
         return 0;                                                                                                      \
     }
 
-// x * sigmoid(gate): x, gate [rows, dim], rows `x_stride` and `gate_stride` elements apart; out [rows, dim]
+// x * sigmoid(gate): x [rows, dim], gate [rows, dim] or [rows, 1], rows `x_stride` and `gate_stride` elements apart;
+// out [rows, dim]
 #define DEFINE_SIGMOID_GATED(T, NAME)                                                                                  \
     int64_t sigmoid_gated_##NAME(const Arg *a, int64_t rows, int64_t item) {                                           \
         const T *x = a[0].p, *gate = a[2].p;                                                                           \
         T *restrict out = a[4].p;                                                                                      \
-        const int64_t x_stride = a[1].n, gate_stride = a[3].n, dim = a[5].n, step = rows_of_item(dim);                 \
+        const int64_t x_stride = a[1].n, gate_stride = a[3].n, dim = a[5].n, is_shared = a[6].n;                       \
+        const int64_t step = rows_of_item(dim);                                                                        \
         if (item < 0) return ceil_div(rows, step);                                                                     \
         for (int64_t row = item * step; row < least(rows, (item + 1) * step); row++)                                   \
             for (int64_t d = 0; d < dim; d++) {                                                                        \
-                const float g = load_##NAME(gate[row * gate_stride + d]);                                              \
+                const float g = load_##NAME(gate[row * gate_stride + (is_shared ? 0 : d)]);                            \
                 out[row * dim + d] = store_##NAME(sigmoid_mul(g, load_##NAME(x[row * x_stride + d])));                 \
             }                                                                                                          \
         return 0;                                                                                                      \
