@@ -1,16 +1,16 @@
 """Settings that every test runs under, and the tiers of tests.
 
 `make quick` (`pytest --quick`) runs the tests that need no network, no process and no model. Those
-that do are named by SHARING_PATHS and ALONE_PATHS, or marked `io` one by one. Any other test that
+that do are named by SHARING_PATHS and IN_TURN_PATHS, or marked `io` one by one. Any other test that
 opens a connection or starts a process fails, and so does `--quick` when anything imports torch, so
 a new test belongs to the quick tier unless it must not. Tests of properties that leave the number
 of examples to Hypothesis's profile try fewer under `--quick`.
 
-`make test` (tests/suite.py) runs all but the tests of ALONE_PATHS in three processes side by side
-(`pytest --sharing -n 3`; a quarter of their time they wait), then these one by one (`pytest
---alone`). `pytest`
-without an option runs all one by one. `make soak`, `make matrix` and `make pods` run the tests
-marked `soak`, `matrix` and `pods`, which nothing else does.
+`make test` (tests/suite.py) runs all but the tests of IN_TURN_PATHS in three processes side by side
+(`pytest --sharing -n 3`; a quarter of their time they wait), and at the same time the tests of
+IN_TURN_PATHS one by one (`pytest --in-turn`). `pytest` without an option runs all one by one.
+`make soak`, `make matrix` and `make pods` run the tests marked `soak`, `matrix` and `pods`, which
+nothing else does.
 """
 
 import functools
@@ -114,7 +114,7 @@ SHARING_PATHS: Final = (
 machine with other tests.
 """
 
-ALONE_PATHS: Final = (
+IN_TURN_PATHS: Final = (
     "cluster/cli/test_serve.py",
     "e2e/test_cluster.py",
     "e2e/test_keys.py",
@@ -127,9 +127,11 @@ ALONE_PATHS: Final = (
     "k8s/test_serve_app.py",
     "soak",
 )
-"""Those that want it for themselves: whole services on Ray, and what is to happen in time."""
+"""Those that run one by one, in one process, at the same time as the others: whole services on Ray,
+many of them on one cluster.
+"""
 
-IO_PATHS: Final = SHARING_PATHS + ALONE_PATHS
+IO_PATHS: Final = SHARING_PATHS + IN_TURN_PATHS
 """Those that are not in the quick tier."""
 
 _IO_EVENTS: Final = {
@@ -182,10 +184,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="only tests without network, processes and models"
     )
-    parser.addoption("--sharing", action="store_true", help="only tests that may run beside others")
     parser.addoption(
-        "--alone", action="store_true", help="only tests that want the machine for themselves"
+        "--sharing", action="store_true", help="only tests that several processes may run at once"
     )
+    parser.addoption("--in-turn", action="store_true", help="only tests that run one by one")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -219,10 +221,10 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     ignored = [
         config.getoption("--quick") and is_below(collection_path, IO_PATHS),
-        config.getoption("--sharing") and is_below(collection_path, ALONE_PATHS),
-        config.getoption("--alone")
+        config.getoption("--sharing") and is_below(collection_path, IN_TURN_PATHS),
+        config.getoption("--in-turn")
         and collection_path.is_file()
-        and not is_below(collection_path, ALONE_PATHS),
+        and not is_below(collection_path, IN_TURN_PATHS),
     ]
     return True if any(ignored) else None
 

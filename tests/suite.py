@@ -1,5 +1,8 @@
 """Runs the whole suite; with `--rerun`, each failed test gets a second run, alone.
 
+Its two halves run at the same time. The tests of whole services wait for half of their time, which
+the tests of the other half use.
+
 A test that fails beside others and passes alone is printed under the heading FLAKY with its first
 failure, and does not fail the suite. `make test` runs this module without `--rerun`, continuous
 integration with it. As a pytest plugin (`-p tandem.tests.suite --failures FILE`) it writes the
@@ -8,16 +11,18 @@ failed tests of one run to a file.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 SHARING: Final = ("--sharing", "-n", "3", "--dist", "worksteal")
-ALONE: Final = ("--alone",)
+IN_TURN: Final = ("--in-turn",)
 MAX_RERUNS: Final = 30
 """More failures than this have one cause, so running them again tells nothing."""
 
@@ -56,10 +61,39 @@ def read_failures(path: Path) -> dict[str, str]:
     return failures
 
 
+def command_of(options: tuple[str, ...], failures: Path) -> list[str]:
+    """Returns the command of a pytest that writes its failed tests to a file."""
+    command = [sys.executable, "-m", "pytest", "-p", "tandem.tests.suite"]
+    return [*command, "--failures", str(failures), *options]
+
+
 def run_pytest(options: tuple[str, ...], failures: Path) -> int:
     """Runs pytest in a process and returns its exit code."""
-    command = [sys.executable, "-m", "pytest", "-p", "tandem.tests.suite"]
-    return subprocess.run([*command, "--failures", str(failures), *options]).returncode
+    return subprocess.run(command_of(options, failures)).returncode
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Holds the exit code of a run of pytest, and the failure of each failed test."""
+
+    code: int
+    failures: dict[str, str]
+
+
+def run_halves(first: tuple[str, ...], second: tuple[str, ...], folder: Path) -> list[Outcome]:
+    """Runs pytest twice at the same time; prints the output of the second run when both ended."""
+    logs = [folder / "first", folder / "second"]
+    with (folder / "output").open("w+") as output:
+        command = command_of(second, logs[1])
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as beside:
+            codes = [run_pytest(first, logs[0]), beside.wait()]
+        output.seek(0)
+        shutil.copyfileobj(output, sys.stdout)
+        sys.stdout.flush()
+    return [
+        Outcome(code=code, failures=read_failures(log))
+        for code, log in zip(codes, logs, strict=True)
+    ]
 
 
 def rerun(failures: dict[str, str], options: tuple[str, ...], folder: Path) -> bool:
@@ -69,6 +103,7 @@ def rerun(failures: dict[str, str], options: tuple[str, ...], folder: Path) -> b
         return False
     print(f"running {len(failures)} failed tests again, alone", flush=True)
     again = folder / "again"
+    again.unlink(missing_ok=True)  # of the other half
     code = run_pytest((*options, *failures), again)
     failed_again = read_failures(again)
     flaky = {test: text for test, text in failures.items() if test not in failed_again}
@@ -86,15 +121,13 @@ def main() -> int:
     parser.add_argument("--rerun", action="store_true", help="run failed tests again, alone")
     arguments = parser.parse_args()
     passed = True
-    for options in (SHARING, ALONE):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            code = run_pytest(options, folder / "failures")
-            failures = read_failures(folder / "failures")
-            if code == _SOME_FAILED and arguments.rerun and failures:
-                passed &= rerun(failures, (), folder)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for outcome in run_halves(SHARING, IN_TURN, folder):
+            if outcome.code == _SOME_FAILED and arguments.rerun and outcome.failures:
+                passed &= rerun(outcome.failures, (), folder)
             else:
-                passed &= code == pytest.ExitCode.OK
+                passed &= outcome.code == pytest.ExitCode.OK
     return 0 if passed else 1
 
 

@@ -1,4 +1,6 @@
-"""Tests that failed tests get a second run alone, and that only those that fail again count."""
+"""Tests that both halves run at the same time, that failed tests get a second run alone, and that
+only those that fail again count.
+"""
 
 from pathlib import Path
 
@@ -27,11 +29,46 @@ _BROKEN = """
 def test_fails_always() -> None:
     assert "always" == ""
 """
+_MEETING = """
+import time
+from pathlib import Path
+
+
+def test_meets_{other}() -> None:
+    Path("{name}").touch()
+    deadline = time.monotonic() + 120
+    while not Path("{other}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+{more}
+"""
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def options_for(tmp_path: Path) -> tuple[str, ...]:
+    """Returns options of pytest for files outside the repository."""
+    return ("-q", "-n", "0", "--rootdir", str(tmp_path), "-c", "/dev/null")
+
+
+def test_both_halves_run_at_the_same_time(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each has a test that waits for the other half's; one of them then fails."""
+    files = []
+    for name, other, more in (("one", "two", ""), ("two", "one", "    assert not 'two'")):
+        files.append(tmp_path / f"test_{name}.py")
+        files[-1].write_text(_MEETING.format(name=name, other=other, more=more))
+    options = [(*options_for(tmp_path), file.name) for file in files]
+    passed, failed = suite.run_halves(options[0], options[1], tmp_path)
+    assert passed == suite.Outcome(code=pytest.ExitCode.OK, failures={})
+    assert failed.code == pytest.ExitCode.TESTS_FAILED
+    assert [test.rpartition("::")[2] for test in failed.failures] == ["test_meets_one"]
+    output = capfd.readouterr().out
+    assert 0 < output.index("1 passed") < output.index("assert not 'two'")
 
 
 def run_twice(tmp_path: Path, source: str) -> tuple[int, dict[str, str], bool]:
@@ -41,7 +78,7 @@ def run_twice(tmp_path: Path, source: str) -> tuple[int, dict[str, str], bool]:
     """
     file = tmp_path / "test_made_up.py"
     file.write_text(source)
-    options = ("-q", "-n", "0", "--rootdir", str(tmp_path), "-c", "/dev/null")
+    options = options_for(tmp_path)
     code = suite.run_pytest((*options, file.name), tmp_path / "failures")
     failures = suite.read_failures(tmp_path / "failures")
     return code, failures, suite.rerun(failures, options, tmp_path)
