@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
-from ...proto.kv_cost import NEUTRAL_COST, KvCost
+from ...proto.costs import NEUTRAL_COST, KvCost
 from ..request import TokenRequest
 
 UNBOUNDED: Final = 1 << 40

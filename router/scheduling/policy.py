@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ...proto.kv_cost import NEUTRAL_COST, KvCost
+from ...proto.costs import NEUTRAL_COST, KvCost, LinearCost
 from ...proto.limits import mixed_chunk
 from .capacity import Capacity
-from .rates import LinearCost
 
 NEUTRAL_PREFILL: Final = LinearCost(fixed=1e-2, each=2e-4)
 NEUTRAL_TRANSFER: Final = LinearCost(fixed=1e-3, each=1e-9)

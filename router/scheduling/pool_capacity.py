@@ -5,10 +5,9 @@ from functools import partial
 from typing import Final
 
 from ...proto import worker_pb2
-from ...proto.kv_cost import NEUTRAL_COST
+from ...proto.costs import NEUTRAL_COST, LinearCost
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, UNBOUNDED, Capacity, required_capacity
-from .rates import LinearCost
 from .speeds import WorkerSpeeds
 from .worker_state import WorkerState
 

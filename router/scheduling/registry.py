@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
-from ...proto.kv_cost import NEUTRAL_COST, KvCost
+from ...proto.costs import NEUTRAL_COST, KvCost
 from ..request import TokenRequest
 from .capacity import required_capacity, used_capacity
 from .policy import (

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Final
 
 from ...proto import worker_pb2
+from ...proto.costs import LinearCost
 from .policy import NEUTRAL_PREFILL, NEUTRAL_TRANSFER
-from .rates import LinearCost, Rates
+from .rates import Rates
 from .worker_state import WorkerState
 
 _MIN_SECONDS: Final = 1e-9

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ...proto import worker_pb2
-from ...proto.kv_cost import KvCost
+from ...proto.costs import KvCost
 from .capacity import NO_CAPACITY, UNBOUNDED, Capacity
 from .prefix_index import Prefix
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proto.kv_cost import KvCost, TableCost
+from tandem.proto.costs import KvCost, LinearCost, TableCost
 from tandem.proto.limits import mixed_chunk
 from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.policy import (
@@ -22,7 +22,6 @@ from tandem.router.scheduling.policy import (
     place,
     prefill_seconds,
 )
-from tandem.router.scheduling.rates import LinearCost
 
 KV_BYTES = 131_072
 DENSE = KvCost(16, (TableCost(16, KV_BYTES),))

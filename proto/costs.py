@@ -1,9 +1,11 @@
-"""Computes the KV cache that a sequence holds and moves, from the block tables of its model.
+"""Computes costs: the KV cache that a sequence holds and moves, and the time that work takes.
 
-Pure arithmetic, for routers and workers. A table has the tokens of one window; all its blocks have
-the bytes of every other table's blocks, so that the numbers of their blocks can be added up.
+Pure arithmetic, for routers and workers. The KV cache follows from the block tables of the model. A
+table has the tokens of one window; all its blocks have the bytes of every other table's blocks, so
+that the numbers of their blocks can be added up. The time is fitted to observed times.
 """
 
+import math
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Final, NamedTuple, Self
@@ -12,6 +14,19 @@ from . import worker_pb2
 
 _DEFAULT_TOKEN_BYTES: Final = 32_768
 """Bytes of a token for a worker that has not reported them."""
+
+_MEMORY: Final = 0.95
+"""Each observation multiplies the weight of the earlier ones by this: about the last 20 count."""
+
+_TRUSTED: Final = 5
+"""After this number of observations, a longer time is cut to `_OUTLIER` times the prediction.
+
+A single stall, such as a first compilation, must not redirect requests for long.
+"""
+
+_OUTLIER: Final = 4.0
+_SPREAD: Final = 0.1
+"""Amounts that differ by less than this share of their mean tell little about the unit cost."""
 
 
 class TableCost(NamedTuple):
@@ -107,3 +122,66 @@ class KvCost:
 
 NEUTRAL_COST: Final = KvCost(1, (TableCost(1, _DEFAULT_TOKEN_BYTES),))
 """The costs on an unknown worker: of a model without windows and states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCost:
+    """Predicts the seconds of work as `fixed` plus `each` for every unit of its amount."""
+
+    fixed: float
+    each: float
+
+    def seconds(self, amount: float) -> float:
+        return self.fixed + self.each * amount
+
+    def amount(self, seconds: float) -> float:
+        """Returns the greatest amount that takes at most `seconds`; negative if there is none."""
+        left = seconds - self.fixed
+        if self.each:
+            return left / self.each
+        return math.inf if left >= 0 else -math.inf
+
+
+class LinearFit:
+    """Fits a LinearCost to (amount, seconds) by least squares; later observations weigh more.
+
+    If the amounts differ too little to separate the slope from the fixed part, the slope is pulled
+    towards the slope of a prior, scaled to the observed speed. So prompts of one length also yield
+    a time per token. Neither part is ever negative.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._weight = 0.0
+        # Weighted sums.
+        self._amount = 0.0
+        self._seconds = 0.0
+        self._square = 0.0
+        self._product = 0.0
+
+    def observe(self, amount: float, seconds: float, prior: LinearCost) -> None:
+        """Adds an observation: work of `amount` took `seconds`."""
+        if self._count >= _TRUSTED:
+            seconds = min(seconds, _OUTLIER * self.cost(prior).seconds(amount))
+        self._count += 1
+        self._weight = self._weight * _MEMORY + 1
+        self._amount = self._amount * _MEMORY + amount
+        self._seconds = self._seconds * _MEMORY + seconds
+        self._square = self._square * _MEMORY + amount * amount
+        self._product = self._product * _MEMORY + amount * seconds
+
+    def cost(self, prior: LinearCost) -> LinearCost:
+        """Returns the fit, or the prior before the first observation."""
+        if not self._count:
+            return prior
+        amount = self._amount / self._weight
+        seconds = self._seconds / self._weight
+        pull = (_SPREAD * amount) ** 2
+        if not pull:  # the amounts are 0, or too small to be squared
+            return LinearCost(fixed=seconds, each=prior.each)
+        variance = max(self._square / self._weight - amount * amount, 0.0)
+        covariance = self._product / self._weight - amount * seconds
+        expected = prior.seconds(amount)
+        likely = prior.each * seconds / expected if expected else 0.0
+        each = min(max((covariance + pull * likely) / (variance + pull), 0.0), seconds / amount)
+        return LinearCost(fixed=seconds - each * amount, each=each)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
-from tandem.proto.kv_cost import NEUTRAL_COST, KvCost, TableCost
+from tandem.proto.costs import NEUTRAL_COST, KvCost, TableCost
 
 LAYER_BYTES = 4 * 256 * 2 * 2  # of a token of Gemma 3 4B: keys and values of 4 heads in bfloat16
 GEMMA = KvCost(16, (TableCost(96, 5 * LAYER_BYTES), TableCost(16, 29 * LAYER_BYTES, 1024)))
