@@ -194,6 +194,9 @@ class PoolConfig(BaseModel):
     # The maximum of prompt tokens in a step with decodes, which wait for them; with few sequences a
     # third. None: 1024, on CPUs 40.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
+    # The maximum time of a step with decodes and prompts, divided by the measured time of a step
+    # without prompts. None: only the limits in tokens count.
+    mixed_step_factor: float | None = Field(default=2.0, gt=1, le=100)
     # In one batch. None: 256, on CPUs 64.
     max_sequences: int | None = Field(default=None, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # that a replica reserves in Ray

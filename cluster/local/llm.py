@@ -29,7 +29,7 @@ from ...router.client.types import Completion, Delta, Message, Options, Template
 from ..config import TandemConfig, load_config
 from ..eval.gather import map_concurrently
 from ..eval.perplexity import measure_perplexity
-from ..settings import local_keys
+from ..settings import NULL, local_keys
 from ..tables import progress_bar
 from .batch import BatchCounts, BatchOutput, BatchRequest, answer_requests
 from .environment import SPINNING
@@ -342,6 +342,7 @@ def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> 
     values["prefill.replicas"] = 0
     values["kv_transports"] = ()
     values["decode.mixed_chunk_tokens"] = _CHUNK_TOKENS
+    values["decode.mixed_step_factor"] = NULL  # nobody waits for single tokens
     # No other worker could take over, and other programs here may need the cores.
     values["hang_seconds"] = 120.0
     return load_config(overrides=values)

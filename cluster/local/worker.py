@@ -48,6 +48,7 @@ def worker_config(
     budgets = Budgets(
         chunk_tokens=config.chunk_tokens(pool, num_threads),
         mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+        mixed_step_factor=pool.mixed_step_factor,
         max_sequences=config.max_sequences(pool),
         prefix_caching=config.prefix_caching,
         speculative=config.speculative,

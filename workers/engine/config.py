@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...proto.limits import mixed_chunk
 from ..kv_cache.tables import TableSpec, alignment
+from ..step_cost import StepCost
 from .block_table import TableLimits, least_blocks
 
 
@@ -79,6 +80,9 @@ class Budgets:
     chunk_tokens: int = 512  # prompt tokens computed in one step
     # The maximum in a step with decodes, which all wait for the chunk; see chunk_beside.
     mixed_chunk_tokens: int = 512
+    # The maximum time of a mixed step, divided by the time of a step without prompts; see
+    # `StepCost`. None: only the limits in tokens count.
+    mixed_step_factor: float | None = None
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
     # Admission reserves blocks for this number of generated tokens; later blocks come one by one.
@@ -106,6 +110,31 @@ class Budgets:
             if num_decodes
             else self.chunk_tokens
         )
+
+    def prompt_tokens(
+        self, cost: StepCost, *, num_decodes: int, num_rows: int, num_prompts: int
+    ) -> int:
+        """Returns the number of prompt tokens that a step may compute, by its predicted time too.
+
+        The decodes have `num_rows` tokens, with their drafts. For `num_prompts` see `chunk_beside`.
+        """
+        most = self.chunk_beside(num_decodes, num_prompts)
+        if self.mixed_step_factor is None or not num_decodes:
+            return most
+        if cost.is_decode_due:
+            return 0
+        num_joining = min(num_prompts, self.max_sequences - num_decodes)
+        return int(min(most, cost.tokens_beside(self.mixed_step_factor, num_rows, num_joining)))
+
+    def more_prompt_tokens(self, cost: StepCost, num_tokens: int, most: int) -> int:
+        """Returns how many of `most` more prompt tokens a step without decodes may compute.
+
+        Its first prompt has `num_tokens` tokens in the step. The first prompt of a burst should not
+        wait for the rest of the burst.
+        """
+        if self.mixed_step_factor is None:
+            return most
+        return int(min(most, cost.tokens_after(self.mixed_step_factor, num_tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from queue import Full
 from typing import Final
 
 from ...proto.hashing import DIGEST_BYTES
+from ..step_cost import StepTimes
 from .block_pool import BlockState
 from .config import EngineConfig
 from .events import Admitted, CacheChanged, Event, Progress
@@ -60,6 +61,7 @@ class Engine:
         # Moving means of the steps with prompts.
         self._prompt_tokens = 0.0
         self._prompt_seconds = 0.0
+        self._times = StepTimes()
         # Durations of the last steps with only decodes, without the time for masks.
         self._model_seconds: deque[float] = deque(maxlen=_NUM_RECENT)
         self._mask_seconds = 0.0  # of the running step
@@ -229,7 +231,7 @@ class Engine:
         emit = emit or events.extend
         started = self._clock()
         self._mask_seconds = 0.0
-        plan, found = self.scheduler.schedule()
+        plan, found = self.scheduler.schedule(self._times.cost())
         if (plan.saved or plan.saved_states) and any(
             isinstance(event, Admitted) and self._is_import(event) for event in found
         ):
@@ -300,7 +302,10 @@ class Engine:
         return replace(plan, saved=(), saved_states=())
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
-        if num_tokens := plan.num_prompt_tokens:
+        num_tokens = plan.num_prompt_tokens
+        if self.config.budgets.mixed_step_factor is not None:
+            self._times.observe(plan.num_tokens - num_tokens, num_tokens, seconds)
+        if num_tokens:
             self._prompt_seconds = _moving_mean(self._prompt_seconds, seconds)
             self._prompt_tokens = _moving_mean(self._prompt_tokens, num_tokens)
         if plan.has_decodes:

@@ -7,6 +7,7 @@ sequence that gets the copy also owns the source block, so that nobody else can 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
+from ..kv_cache.tables import TableBlocks
 from .beam import Move
 from .block_pool import BlockPool
 from .block_table import NUM_STATES, SequenceTable
@@ -79,6 +80,16 @@ def rearrange(
     for sequence, (_, token) in zip(arranged, moves, strict=True):
         sequence.tokens.append(token)
     return arranged, idle
+
+
+def take_new_blocks(sequence: Sequence, copies: list[tuple[int, int]]) -> tuple[TableBlocks, ...]:
+    """Returns the blocks that the ranks do not know; adds to `copies` those of partial blocks."""
+    for table in sequence.tables:
+        if table.copy_source is not None:
+            target = table.blocks[sequence.num_scheduled // table.spec.block_size - table.first]
+            copies.append((table.copy_source, target))
+            table.copy_source = None
+    return sequence.take_new_blocks()
 
 
 def _replace(pool: BlockPool, states: BlockPool, sequence: Sequence, source: Sequence) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from ..kv_cache.tables import TableBlocks
+from ..step_cost import StepCost
 from .block_table import NUM_STATES, PREFILL_STATES, least_blocks
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
+from .fork import take_new_blocks
 from .ngram import Drafter
 from .plan import PENDING_TOKEN, Constrained, DraftRequest, SequenceStep, StepPlan
 from .request_table import RequestTable
@@ -109,10 +111,11 @@ class Scheduler:
             return 0
         return PREFILL_STATES if spec.task is Task.PREFILL else NUM_STATES * spec.num_choices
 
-    def schedule(self) -> tuple[StepPlan, list[Event]]:
+    def schedule(self, cost: StepCost = StepCost()) -> tuple[StepPlan, list[Event]]:
         """Plans the next step while at most one step is in flight.
 
-        Preempts the newest running sequences when an older one needs a block and none is free.
+        `cost` predicts its time; it counts if `mixed_step_factor` is set. Preempts the newest
+        running sequences when an older one needs a block and none is free.
         """
         events = self._start_committed()
         decodes: list[Sequence] = []
@@ -155,8 +158,27 @@ class Scheduler:
             self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ()))
             for sequence in decodes
         ]
-        budget = self._budgets.chunk_beside(
-            len(decodes), len(prompts) + len(self._requests.waiting)
+        is_expedited = self._add_prompts(cost, steps, prompts, copies, events)
+        return self._plan(steps, copies, is_expedited), events
+
+    def _add_prompts(
+        self,
+        cost: StepCost,
+        steps: list[SequenceStep],
+        prompts: list[Sequence],
+        copies: list[tuple[int, int]],
+        events: list[Event],
+    ) -> bool:
+        """Adds chunks of prompts to the `steps` of the decodes.
+
+        Returns True if one of them resumes an interrupted stream.
+        """
+        num_decodes = len(steps)
+        budget = self._budgets.prompt_tokens(
+            cost,
+            num_decodes=num_decodes,
+            num_rows=sum(len(step.token_ids) for step in steps),
+            num_prompts=len(prompts) + len(self._requests.waiting),
         )
         prompts.sort(key=lambda sequence: sequence.spec.order)
         is_expedited = False
@@ -167,10 +189,12 @@ class Scheduler:
                 continue
             steps.append(self._step(prompt, count, copies))
             budget -= count
+            if not num_decodes and len(steps) == 1:
+                budget = self._budgets.more_prompt_tokens(cost, count, budget)
             is_expedited |= prompt.spec.is_resumed
             if prompt.spec.is_resumed and not self._is_next_resumed(prompts):
                 break
-        return self._plan(steps, copies, is_expedited), events
+        return is_expedited
 
     def _plan(
         self, steps: list[SequenceStep], copies: list[tuple[int, int]], is_expedited: bool
@@ -439,7 +463,7 @@ class Scheduler:
             sequence_id=sequence.spec.id,
             token_ids=(tuple(sequence.tokens[start:end]) or (PENDING_TOKEN,)) + draft,
             start=start,
-            new_blocks=_take_new_blocks(sequence, copies) if sequence.has_new_blocks else (),
+            new_blocks=take_new_blocks(sequence, copies) if sequence.has_new_blocks else (),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
             adapter=0 if sequence.sampling_sent else sequence.spec.adapter,
             num_samples=num_samples + len(draft),
@@ -462,13 +486,3 @@ class Scheduler:
 
 def _preempted(sequence_id: int) -> Preempted:
     return Preempted(id=sequence_id)
-
-
-def _take_new_blocks(sequence: Sequence, copies: list[tuple[int, int]]) -> tuple[TableBlocks, ...]:
-    """Returns the blocks that the ranks do not know; adds to `copies` those of partial blocks."""
-    for table in sequence.tables:
-        if table.copy_source is not None:
-            target = table.blocks[sequence.num_scheduled // table.spec.block_size - table.first]
-            copies.append((table.copy_source, target))
-            table.copy_source = None
-    return sequence.take_new_blocks()
