@@ -350,10 +350,11 @@ def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> 
 
 def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
     from ..store.checked import checked_folder, with_draft_folder
-    from .engine import LocalEngine  # with torch, which takes a second
 
     config = with_draft_folder(config)
     folder = checked_folder(config)
+    from .engine import LocalEngine  # with torch and transformers, which take seconds
+
     loop = LoopThread("tandem-llm")
     try:
         return loop, loop.run(LocalEngine.start(config, folder))

@@ -25,6 +25,7 @@ from ...proto.metrics import NULL_METRICS
 from ...router.api.browsers import BrowserRules
 from ...router.api.console.feed import without_loads
 from ...router.dispatch.blocked_prompts import BlockedPrompts
+from ...router.frontend.template import start_for
 from ...workers.host.threads import go_first
 from ..config import PoolRole, TandemConfig
 from ..local.garbage import collections_paused
@@ -232,6 +233,7 @@ class Router(Replica):
     async def _start(
         self, config: TandemConfig, folder: str, replicas: int, continuity: Continuity
     ) -> None:
+        start_for(Path(folder))
         # Imports transformers, which takes a second; binding this class does without.
         from .runtime import RouterRuntime
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ...proto.errors import InvalidArgument, TandemError
-from ...router.frontend.template import TEMPLATE_OF_MODEL
+from ...router.frontend.template import TEMPLATE_OF_MODEL, start_for
 from ...workers.model.adapter_folder import read_adapter
 from ...workers.model.config import CheckpointError
 from ...workers.model.footprint import (
@@ -26,11 +26,12 @@ def checked_folder(config: TandemConfig) -> Path:
     not divide the model's heads, a `kv_cache_dtype` that the model cannot have, a `device` that
     cannot run it, an unusable draft model, adapter or `chat_template`.
     """
+    folder = resolve_model(config.model, dtype=config.dtype)
+    start_for(folder)
     # These import torch, which takes a second.
     from ...workers.model.adapter import check_adapter
     from ...workers.model.loader import open_checkpoint
 
-    folder = resolve_model(config.model, dtype=config.dtype)
     model = open_checkpoint(
         folder,
         config.model_impl,

@@ -27,12 +27,9 @@ from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format
 from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
-from .template import NO_PROCESS, REFUSAL, TEMPLATE_OF_MODEL, render, template_process
+from .template import NO_PROCESS, REFUSAL, RENDERER, TEMPLATE_OF_MODEL, render
 
 _TEMPLATE_SECONDS = 5.0
-_RENDERER: Final = template_process()
-"""Shared by all models of this process; it keeps no state of a model."""
-
 _RENDERINGS: Final = FairThreads("tandem-templates", 1)  # the renderer takes one chat at a time
 
 _TRUSTED_ROLES: Final = ("assistant", "system", "developer")
@@ -135,7 +132,7 @@ class Tokenizer:
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _processor_template(folder / "chat_template.json")
         if tokenizer.chat_template is not None:
-            _RENDERER.start()
+            RENDERER.start()
         return cls(
             tokenizer, _vocab_size(folder / "config.json"), tool_call_parser, reasoning_parser
         )
@@ -148,7 +145,7 @@ class Tokenizer:
         if self._template.chat_template is not None:
             await asyncio.to_thread(self._spelled[2].prepare)
             try:
-                await asyncio.to_thread(_RENDERER.wait)
+                await asyncio.to_thread(RENDERER.wait)
             except (ChildProcessError, EOFError):
                 raise Unavailable(NO_PROCESS) from None
 
@@ -337,7 +334,7 @@ class Tokenizer:
             )
         variables = {**self._template.special_tokens_map, **variables, "chat_template": source}
         return render(
-            _RENDERER, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
+            RENDERER, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
         )
 
 

@@ -21,6 +21,7 @@ from tandem.cluster.serve.status import following
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.peers import IDENTITY
+from tandem.workers.model import loader
 
 LAYOUT = b"l" * 16
 
@@ -128,7 +129,7 @@ async def test_a_worker_with_another_model_is_no_worker_of_the_service() -> None
 def disk_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TandemConfig:
     """A service with keys and KV cache on disk."""
     monkeypatch.setattr("ray.nodes", lambda: [])
-    monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
+    monkeypatch.setattr(loader, "open_checkpoint", lambda *args, **options: Mock())
     fields: dict[str, object] = {
         "model": "m",
         "name": "a",

@@ -25,6 +25,7 @@ from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import bearer
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
+from tandem.workers.model import loader
 
 HOST = "127.0.0.1"
 
@@ -76,7 +77,7 @@ async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
 ) -> None:
     """A router that listens can render a chat; a model without a template needs no process."""
     renderer = template_process()
-    monkeypatch.setattr("tandem.router.frontend.tokenizer._RENDERER", renderer)
+    monkeypatch.setattr("tandem.router.frontend.tokenizer.RENDERER", renderer)
     if not has_template:
         (tmp_path / "chat_template.jinja").unlink()
     before = set(psutil.Process().children())
@@ -337,7 +338,7 @@ async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
 ) -> None:
     """Each start has another identity, which must not change the salt; see e2e/test_redeploy.py."""
     monkeypatch.setattr("ray.nodes", lambda: [])
-    monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
+    monkeypatch.setattr(loader, "open_checkpoint", lambda *args, **options: Mock())
     ada, bob = (
         create_key(tmp_path / "keys.json", name=name, tenant=name) for name in ("ada", "bob")
     )
