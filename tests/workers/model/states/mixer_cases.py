@@ -223,17 +223,17 @@ def mamba_case(dtype: torch.dtype, heads: int, rows: int, columns: int, gated: b
 
 
 def every_case(dtype: torch.dtype) -> list[Case]:
-    """Cases with whole and partial vectors of columns, and with rows that are no multiple of 4."""
+    """Cases with whole and partial items and vectors, some with rows that are no multiple of 4."""
     return [
         conv_case(dtype, width=4, silu=True, has_bias=True),
         conv_case(dtype, width=3, silu=False, has_bias=False),
         conv_case(dtype, width=7, silu=True, has_bias=False),
-        delta_case(dtype, key_heads=2, heads=4, rows=32, columns=32, by_row=False),
+        delta_case(dtype, key_heads=2, heads=4, rows=32, columns=80, by_row=False),
         delta_case(dtype, key_heads=3, heads=3, rows=24, columns=24, by_row=True),
         delta_case(dtype, key_heads=1, heads=2, rows=10, columns=7, by_row=False),
         mamba2_case(dtype, groups=2, heads=4, rows=16, columns=32),
-        mamba2_case(dtype, groups=1, heads=2, rows=18, columns=20, limits=(0.3, 0.9)),
-        mamba_case(dtype, heads=2, rows=16, columns=48, gated=True),
+        mamba2_case(dtype, groups=1, heads=2, rows=18, columns=68, limits=(0.3, 0.9)),
+        mamba_case(dtype, heads=2, rows=16, columns=80, gated=True),
         mamba_case(dtype, heads=3, rows=5, columns=9, gated=False),
     ]
 

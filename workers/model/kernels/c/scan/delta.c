@@ -30,7 +30,7 @@ INLINE void normalize(float *x, int64_t size, float scale) {
         const Matrices matrices = matrices_of(a[6].p, s->strides, s->rows, s->columns, s->heads, sequences);           \
         const int64_t key_head = work->head / (s->heads / s->key_heads), rows = s->rows;                               \
         const float scale = (float)a[9].f;                                                                             \
-        Columns state[MAX_ROWS];                                                                                       \
+        Row state[MAX_ROWS];                                                                                           \
         float query[MAX_ROWS], key[MAX_ROWS], decays[MAX_ROWS];                                                        \
         clear_padding(query, rows), clear_padding(key, rows), clear_padding(decays, rows);                             \
         load_state(state, &matrices, work);                                                                            \
@@ -47,18 +47,21 @@ INLINE void normalize(float *x, int64_t size, float scale) {
             } else                                                                                                     \
                 for (int64_t r = 0; r < rows; r++) query[r] *= scale;                                                  \
             const float one = decay(gate[0]);                                                                          \
-            Columns known;                                                                                             \
+            Row known, change, y;                                                                                      \
+            load_vectors_##NAME(change, value, work->width);                                                           \
             if (gated_rows) {                                                                                          \
                 float decayed[MAX_ROWS];                                                                               \
                 for (int64_t r = 0; r < rows; r++) decays[r] = decay(gate[r]);                                         \
                 for (int64_t r = 0; r < padded(rows); r++) decayed[r] = decays[r] * key[r];                            \
-                known = sum_rows(state, decayed, rows);                                                                \
-            } else                                                                                                     \
-                known = sum_rows(state, key, rows) * one;                                                              \
-            const Columns change = (columns_##NAME(value, work->width) - known) * beta;                                \
-            const Columns y = update_rows(state, gated_rows ? decays : 0, one, key, query, change, rows);              \
+                sum_rows(known, state, decayed, rows);                                                                 \
+                for (int v = 0; v < VECTORS; v++) change[v] = (change[v] - known[v]) * beta;                           \
+            } else {                                                                                                   \
+                sum_rows(known, state, key, rows);                                                                     \
+                for (int v = 0; v < VECTORS; v++) change[v] = (change[v] - known[v] * one) * beta;                     \
+            }                                                                                                          \
+            update_rows(y, state, gated_rows ? decays : 0, one, key, query, change, rows);                             \
             T *out = (T *)a[5].p + (token * s->heads + work->head) * s->columns + work->first;                         \
-            put_##NAME(out, y, work->width);                                                                           \
+            put_vectors_##NAME(out, y, work->width);                                                                   \
             store_state(state, &matrices, work, t + 1);                                                                \
         }                                                                                                              \
     }                                                                                                                  \
@@ -69,7 +72,7 @@ INLINE void normalize(float *x, int64_t size, float scale) {
         (void)rows;                                                                                                    \
         const Steps steps = steps_at(a[7].p);                                                                          \
         const Shape *s = a[8].p;                                                                                       \
-        if (item < 0) return steps.sequences * s->heads * parts_of(s->columns);                                        \
+        if (item < 0) return items_of(&steps, s->heads, s->columns);                                                   \
         Work work = work_of(&steps, s->columns, item);                                                                 \
         if (s->gates > 1)                                                                                              \
             delta_tile_##NAME(a, s, &work, steps.sequences, 1);                                                        \

@@ -10,9 +10,12 @@ typedef struct {
     Strides strides;
 } Shape;
 
-// Loads `width` numbers of a vector with one number for each channel; 0 without a vector.
-INLINE Columns of_channels(const float *vector, int64_t channel, int64_t width) {
-    return vector ? load_columns(vector + channel, width) : (Columns){0};
+// Loads the numbers of an item's channels; 0 without a vector.
+INLINE void of_channels(Columns *to, const float *vector, int64_t channel, int64_t width) {
+    if (vector)
+        load_vectors_f32(to, vector + channel, width);
+    else
+        memset(to, 0, sizeof(Row));
 }
 
 #define DEFINE_MAMBA(T, NAME)                                                                                          \
@@ -22,30 +25,34 @@ INLINE Columns of_channels(const float *vector, int64_t channel, int64_t width) 
         (void)batch;                                                                                                   \
         const Steps steps = steps_at(a[10].p);                                                                         \
         const Shape *s = a[11].p;                                                                                      \
-        if (item < 0) return steps.sequences * s->heads * parts_of(s->columns);                                        \
+        if (item < 0) return items_of(&steps, s->heads, s->columns);                                                   \
         Work work = work_of(&steps, s->columns, item);                                                                 \
         const Matrices matrices = matrices_of(a[9].p, s->strides, s->rows, s->columns, s->heads, steps.sequences);     \
         const int64_t rows = s->rows, width = work.width, channels = s->heads * s->columns;                            \
         const int64_t channel = work.head * s->columns + work.first;                                                   \
-        const Columns skip = of_channels(a[5].p, channel, width), bias = of_channels(a[6].p, channel, width);          \
-        Columns state[MAX_ROWS], rates[MAX_ROWS];                                                                      \
+        Row skip, bias, state[MAX_ROWS], rates[MAX_ROWS];                                                              \
+        of_channels(skip, a[5].p, channel, width), of_channels(bias, a[6].p, channel, width);                          \
         float b[MAX_ROWS], c[MAX_ROWS];                                                                                \
         load_state(state, &matrices, &work);                                                                           \
-        for (int64_t r = 0; r < rows; r++) rates[r] = of_channels(a[4].p, r * channels + channel, width);              \
+        for (int64_t r = 0; r < rows; r++) of_channels(rates[r], a[4].p, r * channels + channel, width);               \
         for (int64_t t = 0; t < work.sequence.tokens; t++) {                                                           \
             const int64_t token = work.sequence.row + t;                                                               \
-            const Columns x = columns_##NAME((const T *)a[0].p + token * s->x_stride + channel, width);                \
-            const Columns step = columns_##NAME((const T *)a[1].p + token * s->dt_stride + channel, width);            \
-            const Columns dt = softplus_columns(step + bias), change = x * dt;                                         \
+            Row x, dt, z, y;                                                                                           \
+            load_vectors_##NAME(x, (const T *)a[0].p + token * s->x_stride + channel, width);                          \
+            load_vectors_##NAME(dt, (const T *)a[1].p + token * s->dt_stride + channel, width);                        \
             load_row_##NAME(b, (const T *)a[2].p + token * s->b_stride, rows);                                         \
             load_row_##NAME(c, (const T *)a[3].p + token * s->c_stride, rows);                                         \
-            Columns y = x * skip;                                                                                      \
-            for (int64_t r = 0; r < rows; r++) {                                                                       \
-                state[r] = state[r] * decay_columns(dt * rates[r]) + change * b[r];                                    \
-                y += state[r] * c[r];                                                                                  \
+            if (a[7].p) load_vectors_##NAME(z, (const T *)a[7].p + token * s->z_stride + channel, width);              \
+            for (int v = 0; v < VECTORS; v++) {                                                                        \
+                dt[v] = softplus_columns(dt[v] + bias[v]);                                                             \
+                y[v] = x[v] * skip[v];                                                                                 \
+                for (int64_t r = 0; r < rows; r++) {                                                                   \
+                    state[r][v] = state[r][v] * decay_columns(dt[v] * rates[r][v]) + x[v] * dt[v] * b[r];              \
+                    y[v] += state[r][v] * c[r];                                                                        \
+                }                                                                                                      \
+                if (a[7].p) y[v] *= silu_columns(z[v]);                                                                \
             }                                                                                                          \
-            if (a[7].p) y *= silu_columns(columns_##NAME((const T *)a[7].p + token * s->z_stride + channel, width));   \
-            put_##NAME((T *)a[8].p + token * channels + channel, y, width);                                            \
+            put_vectors_##NAME((T *)a[8].p + token * channels + channel, y, width);                                    \
             store_state(state, &matrices, &work, t + 1);                                                               \
         }                                                                                                              \
         return 0;                                                                                                      \

@@ -17,13 +17,13 @@ typedef struct {
         (void)batch;                                                                                                   \
         const Steps steps = steps_at(a[9].p);                                                                          \
         const Shape *s = a[10].p;                                                                                      \
-        if (item < 0) return steps.sequences * s->heads * parts_of(s->columns);                                        \
+        if (item < 0) return items_of(&steps, s->heads, s->columns);                                                   \
         Work work = work_of(&steps, s->columns, item);                                                                 \
         const Matrices matrices = matrices_of(a[8].p, s->strides, s->rows, s->columns, s->heads, steps.sequences);     \
         const int64_t head = work.head, rows = s->rows, group = head / (s->heads / s->groups);                         \
         const float rate = ((const float *)a[4].p)[head], skip = a[5].p ? ((const float *)a[5].p)[head] : 0;           \
         const float bias = a[6].p ? ((const float *)a[6].p)[head] : 0, least_dt = a[11].f, most_dt = a[12].f;          \
-        Columns state[MAX_ROWS];                                                                                       \
+        Row state[MAX_ROWS];                                                                                           \
         float b[MAX_ROWS], c[MAX_ROWS];                                                                                \
         clear_padding(b, rows), clear_padding(c, rows);                                                                \
         load_state(state, &matrices, &work);                                                                           \
@@ -34,9 +34,12 @@ typedef struct {
             load_row_##NAME(b, (const T *)a[2].p + token * s->b_stride + group * rows, rows);                          \
             load_row_##NAME(c, (const T *)a[3].p + token * s->c_stride + group * rows, rows);                          \
             const T *from = (const T *)a[0].p + token * s->x_stride + head * s->columns + work.first;                  \
-            const Columns x = columns_##NAME(from, work.width);                                                        \
-            const Columns y = update_rows(state, 0, decay(dt * rate), b, c, x * dt, rows) + x * skip;                  \
-            put_##NAME((T *)a[7].p + (token * s->heads + head) * s->columns + work.first, y, work.width);              \
+            Row x, change, y;                                                                                          \
+            load_vectors_##NAME(x, from, work.width);                                                                  \
+            for (int v = 0; v < VECTORS; v++) change[v] = x[v] * dt;                                                   \
+            update_rows(y, state, 0, decay(dt * rate), b, c, change, rows);                                            \
+            for (int v = 0; v < VECTORS; v++) y[v] += x[v] * skip;                                                     \
+            put_vectors_##NAME((T *)a[7].p + (token * s->heads + head) * s->columns + work.first, y, work.width);      \
             store_state(state, &matrices, &work, t + 1);                                                               \
         }                                                                                                              \
         return 0;                                                                                                      \
