@@ -7,12 +7,15 @@ that replaces another listens beside it. A `PortClaim` settles beforehand which 
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...proto.addresses import bindable_port, why_not_bound
 from ...proto.errors import Unavailable
-from ...router.api.server.servers import ApiServers
 from ..config import RouterConfig, TandemConfig
+
+if TYPE_CHECKING:
+    # Imports transformers and every body of the APIs: a second before Ray can start.
+    from ...router.api.server.servers import ApiServers
 
 _MAX_PORT: Final = 65_535
 _MAX_ATTEMPTS: Final = 20  # to find a free port that no other process claims
@@ -87,7 +90,7 @@ def check_free(config: TandemConfig, host: str) -> None:
 
 
 async def bind_api_servers(
-    start_servers: Callable[..., Awaitable[ApiServers]],
+    start_servers: Callable[..., Awaitable["ApiServers"]],
     router: RouterConfig,
     *,
     host: str,
@@ -95,7 +98,7 @@ async def bind_api_servers(
     num_routers: int,
     application: str,
     replaced: Collection[tuple[str, str]],
-) -> tuple[ApiServers, ExitStack]:
+) -> tuple["ApiServers", ExitStack]:
     """Starts both API servers on the first pair of addresses that is free.
 
     `replaced`: the gRPC and HTTP addresses of the routers that `application` replaces. Returns the

@@ -159,6 +159,16 @@ def test_a_router_loads_no_torch() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
+def test_a_launcher_loads_neither_torch_nor_transformers_before_ray_starts() -> None:
+    """They take two seconds, and load while Ray starts."""
+    code = (
+        "import sys, tandem.cluster.serve.launch; "
+        "print({'torch', 'transformers'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set()\n", done.stderr
+
+
 def test_the_limits_of_liveness_reach_a_worker() -> None:
     config = load_config(
         None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77}
