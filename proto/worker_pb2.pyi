@@ -436,9 +436,10 @@ class DrainResponse(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
 class RankControlRequest(_message.Message):
-    __slots__ = ("call_id", "sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk")
+    __slots__ = ("call_id", "sequence_id", "num_plans", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLANS_FIELD_NUMBER: _ClassVar[int]
     JOIN_GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFER_KV_FIELD_NUMBER: _ClassVar[int]
     KV_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +452,7 @@ class RankControlRequest(_message.Message):
     WRITE_DISK_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     sequence_id: int
+    num_plans: int
     join_group: JoinGroup
     offer_kv: KvTransfer
     kv_progress: KvProgress
@@ -461,7 +463,7 @@ class RankControlRequest(_message.Message):
     open_disk: OpenDisk
     read_disk: DiskBlocks
     write_disk: DiskBlocks
-    def __init__(self, call_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[NumberedAdapter, _Mapping]] = ..., open_disk: _Optional[_Union[OpenDisk, _Mapping]] = ..., read_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., write_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., num_plans: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[NumberedAdapter, _Mapping]] = ..., open_disk: _Optional[_Union[OpenDisk, _Mapping]] = ..., read_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., write_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ...) -> None: ...
 
 class NumberedAdapter(_message.Message):
     __slots__ = ("number", "adapter")

@@ -55,7 +55,13 @@ class TpCoordinator:
         coordinator = cls()
         silence = config.silence_seconds
         coordinator.clients = [
-            RankClient(address, config.identity, coordinator._lose, silence_seconds=silence)
+            RankClient(
+                address,
+                config.identity,
+                coordinator._lose,
+                silence_seconds=silence,
+                num_plans=coordinator._count_plans,
+            )
             for address in addresses
         ]
         try:
@@ -115,6 +121,9 @@ class TpCoordinator:
     async def close(self) -> None:
         """Ends the streams, which also ends the other ranks."""
         await asyncio.gather(*(client.close() for client in self.clients))
+
+    def _count_plans(self) -> int:
+        return self._executor.num_plans if self._executor else 0
 
     def _lose(self, error: RankLost) -> None:
         if not self.lost.done():

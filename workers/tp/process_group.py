@@ -221,6 +221,7 @@ class TpExecutor(DelegatingExecutor):
     def __init__(self, group: TpGroup, executor: Executor) -> None:
         super().__init__(executor)
         self._group = group
+        self.num_plans = 0  # broadcast so far; any thread may read it
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """Launches a plan on all ranks, see `Executor.launch`.
@@ -228,6 +229,7 @@ class TpExecutor(DelegatingExecutor):
         Raises RuntimeError if a rank is lost. A layer that is computed here is computed on every
         rank, because it ends with a collective.
         """
+        self.num_plans += 1
         self._group.broadcast_message(encode_plan(plan))
         return self._executor.launch(plan, on_layers)
 
@@ -236,14 +238,17 @@ class TpExecutor(DelegatingExecutor):
         self._group.broadcast_message(b"")
 
 
-def rank_loop(group: TpGroup, executor: Executor) -> None:
+def rank_loop(
+    group: TpGroup, executor: Executor, on_launch: Callable[[], None] = lambda: None
+) -> None:
     """Executes rank 0's plans until rank 0 closes its executor.
 
-    Raises RuntimeError if a rank is lost.
+    Calls `on_launch` after the launch of each. Raises RuntimeError if a rank is lost.
     """
     collect: Callable[[], Samples] | None = None
     while message := group.receive_message():
         launched = executor.launch(decode_plan(message))
+        on_launch()
         if collect is not None:
             collect()
         collect = launched

@@ -75,8 +75,14 @@ class RankClient:
         on_lost: Callable[[RankLost], None],
         *,
         silence_seconds: float,
+        num_plans: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Connects to the rank. `on_lost` is called once, unless `close` comes first."""
+        """Connects to the rank.
+
+        `on_lost` is called once, unless `close` comes first. `num_plans` returns the number of
+        plans that the ranks must launch before they execute a command that is sent now.
+        """
+        self._num_plans = num_plans
         self._silence_seconds = silence_seconds
         self.disk_changed: Callable[[worker_pb2.DiskChanges], object] = lambda changes: None
         # Its result is the rank's KV endpoint.
@@ -93,6 +99,7 @@ class RankClient:
 
     def send(self, command: worker_pb2.RankControlRequest) -> None:
         """Queues a command."""
+        command.num_plans = self._num_plans()
         self._commands.put_nowait(command)
 
     def ask(self, sequence_id: int = 0, **command: Any) -> "asyncio.Future[Any]":

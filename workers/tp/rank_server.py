@@ -36,6 +36,41 @@ _FIRST_SECONDS = 30.0  # timeout of rank 0's first command
 _NUM_HASHES = 65_536  # maximum in one message, in which each takes 18 bytes
 
 
+class LaunchedPlans:
+    """Counts the plans that a rank has launched, so that transfers do not overtake them.
+
+    An engine that launches ahead frees a sequence's blocks while a step in flight still writes to
+    them. On rank 0 that step is launched, so a transfer into the blocks comes after it on the
+    device. Another rank may receive the command for the transfer before it launches the step. Steps
+    that are not launched ahead have written all KV cache before rank 0 collects them, because each
+    layer ends with a collective.
+    """
+
+    def __init__(self) -> None:
+        self.are_awaited = False
+        self._loop = asyncio.get_running_loop()
+        self._count = 0
+        self._changed = asyncio.Event()
+
+    def add(self) -> None:
+        """Counts a plan as launched; for the thread that launches."""
+        if self.are_awaited:
+            self._loop.call_soon_threadsafe(self._advance)
+
+    async def reach(self, count: int) -> None:
+        """Waits for the launch of `count` plans.
+
+        The loop of plans has the deadline: the rank ends if a plan does not come.
+        """
+        while self.are_awaited and self._count < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _advance(self) -> None:
+        self._count += 1
+        self._changed.set()
+
+
 class RankServer(worker_pb2_grpc.RankServicer):
     """Serves `tandem.v1.Rank`, and the KV endpoint of the rank once it is loaded.
 
@@ -51,6 +86,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._kv: KvGroup | None = None
         self._rank: Rank | None = None
         self._disk: RankDisk | None = None
+        self._plans = LaunchedPlans()
         self._calls: set[asyncio.Future[Any]] = set()  # calls without an answer yet
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server = PeerServer(config.identity)
@@ -131,6 +167,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
             if command.HasField("join_group"):
                 joined.set_result(command.join_group)
             elif self._kv:
+                await self._plans.reach(command.num_plans)
                 self._execute(command, self._kv)
 
     async def _write(
@@ -163,6 +200,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         address = self._kv_server.bind(self._config.host, 0)
         await self._kv_server.start()
         self._rank = rank
+        self._plans.are_awaited = rank.launches_ahead
         self._kv = KvGroup(kv_endpoint)
         self._events.put_nowait(worker_pb2.RankControlResponse(ready=address))
         await in_thread(partial(self._execute_plans, group, rank), "tandem-engine")
@@ -181,7 +219,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
 
     def _execute_plans(self, group: TpGroup, rank: Rank) -> None:
         enter_engine_thread(self._config)
-        rank_loop(group, rank.executor)
+        rank_loop(group, rank.executor, self._plans.add)
 
     def _execute(self, request: worker_pb2.RankControlRequest, kv: KvGroup) -> None:
         """Executes a command, and answers it later if it has a result."""
