@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies
 
 from tandem.tests.tiny import ROUTED, make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.workers.model.helpers import load
+from tandem.workers.model.generic import causal_lm
+from tandem.workers.model.generic.experts import ExpertsForward
 from tandem.workers.model.kernels.c import cpu, experts
 from tandem.workers.model.kernels.c.calls import Recorder
 from tandem.workers.model.layers import experts as layer
@@ -247,3 +251,28 @@ def test_a_layer_in_one_call_is_that_of_single_experts(
         program.run(num_rows)
         assert torch.equal(program.result[:num_rows], ours(x, None)[:num_rows])
         assert torch.equal(ours(x[:num_rows], None), ours(x, None)[:num_rows])
+
+
+def module_with_experts(folder: Path) -> Any:
+    model: Any = load(folder, dtype="bfloat16", num_blocks=4, model_impl="transformers")._model
+    return next(each for each in model._below.modules() if hasattr(each, "gate_up_proj"))
+
+
+@has_kernel
+@pytest.mark.parametrize("kind", ["deepseek_v2", "glm4_moe", "granitemoe"])
+def test_experts_of_transformers_modules(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_decoder(tmp_path, kind)
+    ours = module_with_experts(folder)
+    monkeypatch.setattr(causal_lm, "use_packed_experts", lambda model: None)
+    theirs = module_with_experts(folder)
+    assert isinstance(ours.forward, ExpertsForward)
+    assert ours.gate_up_proj.numel() == 0, "their memory is free"
+    x = noise(20, theirs.down_proj.shape[1]).bfloat16()
+    chosen = torch.stack([torch.randperm(4, generator=make(row))[:2] for row in range(20)])
+    weights = noise(20, 2, seed=3).sigmoid().bfloat16()
+    found, expected = ours(x, chosen, weights), theirs(x, chosen, weights).float()
+    assert (found.float() - expected).norm() <= 2**-6 * expected.norm()
+    for part in (slice(3, 4), slice(5, 20)):
+        assert torch.equal(ours(x[part], chosen[part], weights[part]), found[part])

@@ -30,6 +30,7 @@ from .attention import PagedLayers
 from .buffers import fill_buffers
 from .config import context_tokens_of
 from .definition import build_on_meta
+from .experts import use_packed_experts
 from .fused import use_kernels
 from .latent import latent_projections
 from .linear import LinearSource
@@ -205,6 +206,7 @@ class TransformersForCausalLM(CausalLM):
                 )
         self._layers.process_after_load()
         use_kernels(model, self._dtype, self._plan)
+        use_packed_experts(model)
         methods = {source.name: source.method for source in self.linears}
         self._plan.install(model, methods | self._tied_methods())
         self._given = _Given(model.base_model)
