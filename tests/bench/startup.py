@@ -46,6 +46,7 @@ _ROLES: Final = {
 }
 """What a process is, by a pattern of its command line; the first one that matches counts."""
 
+_OTHERS: Final = "other processes"
 _LLM: Final = """
 import sys, time
 from tandem import LLM, SamplingParams
@@ -123,13 +124,14 @@ class Sampler:
 
     def _add(self, process: psutil.Process) -> None:
         with process.oneshot():
-            role = role_of(" ".join(process.cmdline())) or "other processes"
+            role = role_of(" ".join(process.cmdline()))
             times = process.cpu_times()
             begin = process.create_time()
-        now = time.time() - self._began
-        if self._roles.get(process.pid, "other processes") == "other processes":
-            self._roles[process.pid] = role
-            self._named[process.pid] = now
+        # A new process has the command line of its parent for a moment, so the last role counts.
+        known = self._roles.setdefault(process.pid, _OTHERS)
+        if role not in ("", known) or process.pid not in self._named:
+            self._roles[process.pid] = role or _OTHERS
+            self._named[process.pid] = time.time() - self._began
         self._begins.setdefault(process.pid, max(0.0, begin - self._began))
         self._cpu[process.pid] = times.user + times.system
 
