@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tandem.tests.examples import num_examples
 from tandem.tests.router.scheduling.overload_simulation import (
     LEAST_AHEAD,
     Pool,
@@ -83,7 +84,7 @@ def test_three_routers_keep_the_goodput_of_one(max_queue_seconds: float) -> None
 
 
 @settings(
-    max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate]
+    max_examples=num_examples(8), derandomize=True, phases=[Phase.explicit, Phase.generate]
 )  # to shrink takes minutes
 @given(
     pool=st.builds(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.tests.examples import num_examples
 from tandem.tests.workers.engine.drive import (
     PROMPT,
     MakeWorker,
@@ -474,7 +475,7 @@ def test_in_any_order_every_choice_gets_its_tokens(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_long_random_walks_meet_every_event(overlap: bool) -> None:
-    dense = walk(range(8), overlap, has_state=False)
+    dense = walk(range(num_examples(8)), overlap, has_state=False)
     sparse = Counter[str]()
     for number, windows in enumerate(WINDOWS[3:]):
         sparse += walk(range(number, number + 1), overlap, windows, has_state=number % 2 > 0)
