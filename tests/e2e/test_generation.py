@@ -55,18 +55,22 @@ class Counting(Executor):
 
 
 @asynccontextmanager
-async def demo_fleet(
-    prefill: int, decode: int, dtype: str = "float32"
+async def counted_fleet(
+    prefill: int, decode: int, load: Callable[[], Rank]
 ) -> AsyncIterator[tuple[Fleet, list[Counting]]]:
     counters: list[Counting] = []
 
     def rank(role: str) -> Rank:
-        loaded = demo_model.rank(num_threads=1, dtype=dtype)
+        loaded = load()
         counters.append(Counting(loaded.executor))
         return replace(loaded, executor=counters[-1])
 
     async with fleet(prefill, decode, rank=rank) as running:
         yield running, counters
+
+
+def demo_rank(dtype: str = "float32") -> Rank:
+    return demo_model.rank(num_threads=1, dtype=dtype)
 
 
 async def choices_of(running: Fleet, **fields: object) -> dict[int, list[int]]:
@@ -103,7 +107,7 @@ async def test_beam_search_equals_transformers(
 ) -> None:
     """All at the same time, apart and together."""
     beams = inference_pb2.BeamSearch(width=4, length_penalty=1.0)
-    async with demo_fleet(prefill, 1) as (running, _):
+    async with counted_fleet(prefill, 1, demo_rank) as (running, _):
         found = await asyncio.gather(
             *(
                 choices_of(
@@ -128,13 +132,17 @@ def _trimmed(tokens: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("prefill", [1, 0])
-async def test_four_choices_cost_one_prefill(prefill: int) -> None:
+async def test_four_choices_cost_one_prefill(prefill: int, tiny_model: Path) -> None:
     """And each is what a request of its own, with its own seed, gives."""
-    prompt = demo_model.prompts([200])[0]
+    numbers = random.Random(2)
+    prompt = [numbers.randrange(3, 400) for _ in range(200)]
+    config = RankConfig(
+        model=str(tiny_model), identity=IDENTITY, dtype="float32", kv_cache_bytes=1 << 22
+    )
     sampling = inference_pb2.SamplingParams(
         temperature=1, top_k=0, top_p=1, min_p=0, seed=77, typical_p=1, repetition_penalty=1
     )
-    async with demo_fleet(prefill, 1) as (running, counters):
+    async with counted_fleet(prefill, 1, lambda: load_rank(config)) as (running, counters):
         together = await choices_of(
             running, prompt=prompt, max_tokens=20, sampling=sampling, num_choices=4, name="all"
         )
@@ -151,7 +159,7 @@ async def test_four_choices_cost_one_prefill(prefill: int) -> None:
 
 
 async def test_conversations_find_their_prefix() -> None:
-    """4 conversations of 6 turns with one system prompt of 600 tokens over 2 + 2 workers: at least
+    """3 conversations of 4 turns with one system prompt of 600 tokens over 2 + 2 workers: at least
     85 % of the prompt tokens after the first turn come from a prefix cache, and none of these is
     computed.
     """
@@ -177,14 +185,14 @@ async def test_conversations_find_their_prefix() -> None:
         True: [],
         False: [],
     }  # by: the first turn of the first conversation
-    async with demo_fleet(2, 2, "bfloat16") as (running, counters):
+    async with counted_fleet(2, 2, lambda: demo_rank("bfloat16")) as (running, counters):
         model = ServedModel(name="demo", tokenizer=tokenizer, context_tokens=4096)
         completions = GenerationService([model], running.dispatcher)
         chats = [
             inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="system", content=system)])
-            for _ in range(4)
+            for _ in range(3)
         ]
-        for turn in range(6):
+        for turn in range(4):
             for number, chat in enumerate(chats):
                 chat.messages.add(
                     role="user", content=f"Tell me of {topics[(turn + number) % 8]}, please."

@@ -30,8 +30,8 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
-EXAMPLES = settings().max_examples if settings().max_examples > 100 else 50
-"""By Hypothesis's profile: 50 beside the hundreds of boundary cases, and 2,000 in `make fuzz`."""
+EXAMPLES = settings().max_examples if settings().max_examples > 100 else 25
+"""By Hypothesis's profile: 25 beside the hundreds of boundary cases, and 2,000 in `make fuzz`."""
 
 Case = schemathesis.Case[Any]
 
