@@ -109,7 +109,9 @@ def test_beside_others(
     with recorded_logits(monkeypatch) as logits:
         for done in advance(driver, prompts, random.Random(0)):
             for row, (index, end) in enumerate(done.items()):
-                assert (logits[-1][row] - expected[index][end - 1]).abs().max() <= TOLERANCE
+                # One token of Qwen3.5 differs from float64 by 1.5e-4 in transformers, by 4e-5 here.
+                difference = logits[-1][row] - expected[index][end - 1]
+                assert difference.abs().max() <= 2 * TOLERANCE
     for index in range(len(prompts)):
         driver.drop(index)
 
