@@ -11,6 +11,7 @@ from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
 from ..states import mixers
 from ..states.steps import StepStates
+from .causal_conv import CausalConv
 from .linear import BuildOptions, ColumnParallelLinear, Outputs, RowParallelLinear
 from .norm import GatedRMSNorm
 
@@ -120,11 +121,8 @@ class GatedDeltaNet(Module):
             self.inputs(prefix, heads, channels), hidden, build
         )
         self.in_proj_ba = ColumnParallelLinear(self.gates(prefix, heads), hidden, build)
-        taps = [
-            WeightSlice(f"{prefix}.conv1d.weight", (channels, 1, config.width), (kept,))
-            for kept in heads.convolved()
-        ]
-        self.conv1d = Parameter(*taps, dtype=build.dtype)
+        convolved = [(f"{prefix}.conv1d", channels, kept) for kept in heads.convolved()]
+        self.conv1d = CausalConv(convolved, config.width, build, bias=False, silu=True)
         of_heads = ((config.num_value_heads,), (values,))
         self.A_log = Parameter(WeightSlice(f"{prefix}.A_log", *of_heads), dtype=torch.float32)
         self.dt_bias = Parameter(WeightSlice(f"{prefix}.dt_bias", *of_heads), dtype=torch.float32)
@@ -150,10 +148,8 @@ class GatedDeltaNet(Module):
         ]
 
     def process_after_load(self) -> None:
-        """Converts the weights of convolution and gates to the form that the kernels take."""
-        self._taps = self.conv1d.data[:, 0].t().contiguous()  # [width, channels]
+        """Computes the rates of the gates, as kernels read them."""
         self._rate = -self.A_log.data.exp()
-        del self.conv1d
         del self.A_log
 
     def __call__(
@@ -172,7 +168,7 @@ class GatedDeltaNet(Module):
         keys, values, matrix = (
             states.memory(self._index, name).flatten(1, 2) for name in (_KEYS, _VALUES, _MATRIX)
         )
-        mixed = mixers.conv(convolved, self._taps, None, [keys, values], states.steps, silu=True)
+        mixed = self.conv1d(convolved, [keys, values], states.steps)
         query, key, value = torch.split(mixed, [num_keys, num_keys, num_values], dim=1)
         gate, beta = mixers.delta_gates(a, b, self._rate, self.dt_bias.data)
         result = mixers.gated_delta(

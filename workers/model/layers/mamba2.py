@@ -9,6 +9,7 @@ from ..config import Mamba2Config, ModelConfig
 from ..module import Module, Parameter, WeightSlice
 from ..states import mixers
 from ..states.steps import StepStates
+from .causal_conv import CausalConv
 from .linear import BuildOptions, ColumnParallelLinear, RowParallelLinear, split_outputs
 from .norm import GatedRMSNorm, SharedGatedRMSNorm
 
@@ -76,16 +77,8 @@ class Mamba2(Module):
         maps = [(own.channels, [channels]), *x_b_c, (own.num_heads, [heads])]
         outputs = split_outputs(f"{prefix}.in_proj", maps)
         self.in_proj = ColumnParallelLinear(outputs, hidden, build, bias=own.proj_bias)
-        kept = split_outputs(f"{prefix}.conv1d", x_b_c)
-        taps = [
-            WeightSlice(f"{name}.weight", (size, 1, own.conv_width), (part,))
-            for name, size, part in kept
-        ]
-        self.taps = Parameter(*taps, dtype=build.dtype)
-        self.conv_bias: Parameter | None = None
-        if own.conv_bias:
-            biases = [WeightSlice(f"{name}.bias", (size,), (part,)) for name, size, part in kept]
-            self.conv_bias = Parameter(*biases, dtype=build.dtype)
+        convolved = split_outputs(f"{prefix}.conv1d", x_b_c)
+        self.conv1d = CausalConv(convolved, own.conv_width, build, bias=own.conv_bias, silu=True)
         self.a_log, self.d, self.dt_bias = (
             Parameter(
                 WeightSlice(f"{prefix}.{name}", (own.num_heads,), (heads,)), dtype=torch.float32
@@ -114,11 +107,8 @@ class Mamba2(Module):
         return SharedGatedRMSNorm(weight, dim, size, epsilon, build.dtype, build.tp), dim
 
     def process_after_load(self) -> None:
-        """Transposes the taps, [width, channels], and computes the rates, as kernels read them."""
-        self._taps = self.taps.data.squeeze(1).t().contiguous()
-        self._bias = self.conv_bias.data if self.conv_bias else None
+        """Computes the rates, as kernels read them."""
         self._rates = -self.a_log.data.exp()
-        del self.taps
         del self.a_log
 
     def __call__(
@@ -129,7 +119,7 @@ class Mamba2(Module):
         num_tokens = x.shape[0]
         z, x_b_c, dt = torch.split(self.in_proj(x), self._projected, dim=1)
         memory = [states.memory(self._index, name).flatten(1, 2) for name in (_CONV_X, _CONV_BC)]
-        convolved = mixers.conv(x_b_c, self._taps, self._bias, memory, states.steps, silu=True)
+        convolved = self.conv1d(x_b_c, memory, states.steps)
         x, b, c = torch.split(convolved, self._convolved, dim=1)
         y = mixers.mamba2(
             x.view(num_tokens, -1, own.head_dim),

@@ -6,9 +6,10 @@ import torch
 
 from ...kv_cache.layout import StatePart
 from ..config import ModelConfig, ShortConvConfig
-from ..module import Module, Parameter, WeightSlice
+from ..module import Module
 from ..states import mixers
 from ..states.steps import StepStates
+from .causal_conv import CausalConv
 from .linear import BuildOptions, ColumnParallelLinear, RowParallelLinear, split_outputs
 
 _STATE: Final = "conv"
@@ -40,22 +41,11 @@ class ShortConv(Module):
         self._index = index
         outputs = split_outputs(f"{prefix}.in_proj", [(channels, [kept])] * 3)
         self.in_proj = ColumnParallelLinear(outputs, channels, build, bias=own.has_bias)
-        taps = WeightSlice(f"{prefix}.conv.weight", (channels, 1, own.width), (kept,))
-        self.weight = Parameter(taps, dtype=build.dtype)
-        self.bias: Parameter | None = None
-        if own.has_bias:
-            self.bias = Parameter(
-                WeightSlice(f"{prefix}.conv.bias", (channels,), (kept,)), dtype=build.dtype
-            )
+        convolved = [(f"{prefix}.conv", channels, kept)]
+        self.conv = CausalConv(convolved, own.width, build, bias=own.has_bias, silu=False)
         self.out_proj = RowParallelLinear(
             f"{prefix}.out_proj", channels, channels, kept, build, bias=own.has_bias
         )
-
-    def process_after_load(self) -> None:
-        """Transposes the taps, [width, channels], as kernels read them."""
-        self._taps = self.weight.data.squeeze(1).t().contiguous()
-        self._bias = self.bias.data if self.bias else None
-        del self.weight
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, states: StepStates
@@ -63,5 +53,4 @@ class ShortConv(Module):
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
         b, c, x = self.in_proj(x).chunk(3, dim=1)
         memory = states.memory(self._index, _STATE)[:, 0]
-        y = mixers.conv(b * x, self._taps, self._bias, [memory], states.steps, silu=False)
-        return self.out_proj(c * y, residual)
+        return self.out_proj(c * self.conv(b * x, [memory], states.steps), residual)
