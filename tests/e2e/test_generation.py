@@ -281,7 +281,7 @@ async def test_a_request_for_more_states_than_a_worker_has_is_refused(tmp_path: 
         state_slots=7,
     )
     served = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2048)
-    problem = "the request takes 8 states; 7 are available"
+    problem = "must be at most 3 on this worker"
     async with fleet(0, 1, rank=lambda role: load_rank(config)) as running:
         server = await ApiServers.start(GenerationService([served], running.dispatcher))
         try:
