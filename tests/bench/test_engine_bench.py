@@ -274,6 +274,17 @@ def test_costs_are_those_of_the_known_model() -> None:
     assert decode_cost(narrow, "bfloat16", 1, 1000)[0] == 2 * params + 2 * 131_072
 
 
+def test_only_chosen_experts_are_counted() -> None:
+    config = SHAPES["qwen3-30b-a3b"]
+    attention = 2048 * 128 * (32 + 4 + 4 + 32)
+    expert = 3 * 2048 * 768
+    dense = 48 * (attention + 128 * 2048) + 151_936 * 2048
+    one, many = (decode_cost(config, "bfloat16", batch, 0) for batch in (1, 10**4))
+    assert one == (2 * (dense + 48 * 8 * expert), 2 * (dense + 48 * 8 * expert))
+    assert many == (2 * (dense + 48 * 128 * expert), 10**4 * one[1])
+    assert prefill_flops(config, 1) == one[1] + 48 * 4 * 32 * 128
+
+
 def test_the_floor_is_the_slower_of_memory_and_products() -> None:
     floors = Floors(read_bytes_per_s=1e9, copy_bytes_per_s=2e9, matmul_flops_per_s=1e12)
     small, large = decode_cost(TINY, "float32", 1, 64), decode_cost(TINY, "float32", 10**6, 64)

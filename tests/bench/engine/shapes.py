@@ -284,7 +284,10 @@ def decode_cost(
     cache_dtype: str = "auto",
     device_type: str = "cpu",
 ) -> StepCost:
-    """Returns the cost of a decode step of `batch` sequences that attend to `context` positions."""
+    """Returns the cost of a decode step of `batch` sequences that attend to `context` positions.
+
+    A step reads the experts that are chosen if each token chooses at random.
+    """
     visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
     keys = sum(
         (2 if layer.value_dim is None else 1)
@@ -297,10 +300,14 @@ def decode_cost(
     states = 2 * layout.bytes_per_state  # read, and written to another slot
     attention = sum(_pair_flops(layer) * positions for layer, positions in visible)
     params = _linear_params(config) + _head_params(config)
+    experts = _expert_params(config)
+    chosen = _chosen_share(config)
+    read = params - int(experts * (1 - chosen) ** batch)
+    used = params - int(experts * (1 - chosen))
     plain = weight_bytes(replace(config, quantization={}), 1, dtype)
-    saved = plain - weight_bytes(config, 1, dtype, device_type)
-    return int(params * ITEM_BYTES[dtype] + batch * (keys + states)) - saved, int(
-        batch * (2 * params + attention)
+    saved = (plain - weight_bytes(config, 1, dtype, device_type)) * read // params
+    return int(read * ITEM_BYTES[dtype] + batch * (keys + states)) - saved, int(
+        batch * (2 * used + attention)
     )
 
 
@@ -308,7 +315,9 @@ def prefill_flops(config: ModelConfig, prompt: int) -> int:
     """Returns the FLOPs of the matrix products of a whole prefill; the head runs once."""
     pairs = [(layer, _causal_pairs(prompt, layer.window)) for layer in config.layers]
     attention = sum(_pair_flops(layer) * count for layer, count in pairs)
-    return 2 * prompt * _linear_params(config) + 2 * _head_params(config) + attention
+    unused = int(_expert_params(config) * (1 - _chosen_share(config)))
+    linear = _linear_params(config) - unused
+    return 2 * prompt * linear + 2 * _head_params(config) + attention
 
 
 def loaded_bytes(config: ModelConfig, dtype: str, device: torch.device) -> int:
@@ -327,6 +336,18 @@ def _linear_params(config: ModelConfig) -> int:
         for name, shape in shapes
         if ".layers." in name and len(shape) in (2, 3) and shape[1] > 1
     )
+
+
+def _expert_params(config: ModelConfig) -> int:
+    """Returns the parameters of all routed experts; 0 if transformers' code routes to them."""
+    if config.experts is None:
+        return 0
+    return sum(prod(shape) for name, shape in weight_shapes(config).items() if ".experts." in name)
+
+
+def _chosen_share(config: ModelConfig) -> float:
+    """Returns the share of a layer's experts that a token chooses."""
+    return config.experts.num_chosen / config.experts.num_experts if config.experts else 1.0
 
 
 def _head_params(config: ModelConfig) -> int:

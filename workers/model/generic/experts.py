@@ -3,7 +3,8 @@
 Transformers' code chooses the experts. The modules are those that its `ExpertsInterface` serves.
 """
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -29,11 +30,11 @@ _OPTIONS: Final = {
 class ExpertsForward:
     """Replaces the `forward` of a module with experts."""
 
-    def __init__(self, module: nn.Module, gate_up: PackedExperts, down: PackedExperts) -> None:
-        self._num_experts = int(module.num_experts)
+    def __init__(self, module: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
+        self._num_experts: int = module.num_experts
         self._gate_up = gate_up
         self._down = down
-        self._apply_gate = module._apply_gate
+        self._apply_gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
         is_silu = type(getattr(module, "act_fn", None)).__name__ in _SILU
         is_plain = type(module)._apply_gate.__name__ == "_default_apply_gate"
         self._activation = "silu" if is_silu and is_plain and gate_up.alternates else None
