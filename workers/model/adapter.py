@@ -1,10 +1,10 @@
 """Loads LoRA adapters: checks their weights against the model's layers and keeps a rank's part."""
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Final
+from functools import partial, reduce
+from typing import Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -15,15 +15,32 @@ from ..engine.plan import StepPlan
 from .adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder
 from .config import CheckpointError, ModelConfig
 from .device import DTYPES, indices
-from .layers.lora import AdapterRows, Factors, LoraStep, LowRankMap
+from .kernels.c.low_rank import PANEL, LowRankPairs, can_multiply
+from .layers.lora import (
+    AdapterRows,
+    Factors,
+    LoraStep,
+    LowRankMap,
+    LowRankShape,
+    combine_factors,
+)
 from .loader import build_model
 
 _PREFIX: Final = "base_model.model."
 _SUFFIXES: Final = (".lora_A.weight", ".lora_B.weight")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
-Adapter = Mapping[int, LowRankMap]
-"""The low-rank maps of an adapter, by the numbers of the layers in `LoraStep.layers`."""
+
+class Adapter(NamedTuple):
+    """Holds a rank's part of an adapter, by the numbers of the layers in `LoraStep.layers`."""
+
+    pairs: LowRankPairs | None  # for the kernels; None: they do not support it
+    maps: Mapping[int, LowRankMap]  # without pairs
+
+    def shape(self) -> LowRankShape:
+        """Returns the shape of a step whose rows use the pairs."""
+        assert self.pairs is not None
+        return LowRankShape(frozenset(self.pairs.layers), -(-self.pairs.max_rank // PANEL) * PANEL)
 
 
 def load_adapter(
@@ -39,12 +56,19 @@ def load_adapter(
     Raises CheckpointError, one line naming file and tensor, if the weights do not fit the model.
     """
     factors = _read_factors(folder, _sizes(step))
-    make = partial(LowRankMap, dtype=dtype, device=device, batch_invariant=batch_invariant)
-    return {
-        number: make(part, factors.get, folder.scale, alternates=method.fuses_gate)
-        for number, (part, method) in enumerate(step.layers if step else ())
+    layers = step.layers if step else []
+    combined = {
+        number: combine_factors(part, factors.get, folder.scale, alternates=method.fuses_gate)
+        for number, (part, method) in enumerate(layers)
         if any(name in factors for name, *_ in part.outputs)
     }
+    if device.type == "cpu" and all(can_multiply(dtype, a.shape[1]) for a, _ in combined.values()):
+        pairs = LowRankPairs(len(layers))
+        for number, (down, up) in combined.items():
+            pairs.add(number, down.to(dtype), up.to(dtype))
+        return Adapter(pairs, {})
+    make = partial(LowRankMap, dtype=dtype, device=device, batch_invariant=batch_invariant)
+    return Adapter(None, {number: make(each) for number, each in combined.items()})
 
 
 def _sizes(step: LoraStep | None) -> dict[str, tuple[int, int]]:
@@ -189,28 +213,38 @@ class AdapterTable:
         if self._lora is None or not self._of_sequence:
             yield False
             return
-        rows: dict[int, list[int]] = {}  # by id() of the adapter
-        adapters: dict[int, Adapter] = {}
+        runs: list[tuple[int, int, Adapter | None]] = []  # adjacent rows of the same adapter
         end = 0
         for step in plan.sequences:
             begin = end
             end += len(step.token_ids)
-            if (adapter := self._of_sequence.get(step.sequence_id)) is not None:
-                adapters[id(adapter)] = adapter
-                rows.setdefault(id(adapter), []).extend(range(begin, end))
-        found = [
-            AdapterRows(_rows(rows[key], self._device), adapter)
-            for key, adapter in adapters.items()
-        ]
-        self._lora.adapters = tuple(found)
+            adapter = self._of_sequence.get(step.sequence_id)
+            if runs and runs[-1][2] is adapter:
+                begin = runs.pop()[0]
+            runs.append((begin, end - begin, adapter))
+        found = list({id(each): each for *_, each in runs if each is not None}.values())
+        if found and all(each.pairs is not None for each in found):
+            self._lora.rows.fill([(*run, each.pairs if each else None) for *run, each in runs])
+            self._lora.shape = reduce(LowRankShape.joined, (each.shape() for each in found))
+        else:
+            self._lora.adapters = tuple(
+                AdapterRows(_rows_of(adapter, runs, self._device), adapter.maps)
+                for adapter in found
+            )
         try:
             yield bool(found)
         finally:
             self._lora.adapters = ()
+            self._lora.shape = None
 
 
-def _rows(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
-    """Returns a slice if the ascending numbers are contiguous, else an index tensor."""
+def _rows_of(
+    adapter: Adapter, runs: Sequence[tuple[int, int, Adapter | None]], device: torch.device
+) -> slice | torch.Tensor:
+    """Returns the rows of an adapter: a slice if they are adjacent, else an index tensor."""
+    numbers = [
+        row for begin, count, each in runs if each is adapter for row in range(begin, begin + count)
+    ]
     first = numbers[0]
     last = numbers[-1]
     return slice(first, last + 1) if last - first + 1 == len(numbers) else indices(numbers, device)

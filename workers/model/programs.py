@@ -4,7 +4,7 @@ No Python runs between the kernels of a step. So the GIL is not released and tak
 threads are not woken and awaited hundreds of times (see kernels/c/team.c).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -15,6 +15,7 @@ from .attention.backend import SequenceSpan
 from .attention.torch_backend import TorchAttentionBackend
 from .kernels.c import elementwise  # noqa: F401  # registers kernels of torch's operators
 from .kernels.c.calls import Recorder
+from .layers.lora import LoraStep, LowRankShape
 from .models.family import CausalLM
 from .states.steps import StepStates
 
@@ -84,9 +85,36 @@ class StepProgram:
         return self._program.result[:num_tokens]
 
 
+Programs = tuple[StepProgram | None, StepProgram | None]
+"""A program for decodes and one for any tokens; None if a kernel is missing."""
+
+
+class AdaptedPrograms:
+    """Holds the programs of steps with adapters, which are recorded when they are first needed."""
+
+    def __init__(self, lora: LoraStep, record: Callable[[], Programs]) -> None:
+        self._lora = lora
+        self._record = record
+        self._shape = LowRankShape()
+        self._programs: Programs = (None, None)
+
+    def of_step(self, shape: LowRankShape) -> Programs:
+        """Returns programs for a step of this shape.
+
+        Records them again if an adapter changes other layers than those before, or has a higher
+        rank.
+        """
+        if not self._shape.includes(shape):
+            self._shape = self._shape.joined(shape)
+            self._lora.shape = self._shape
+            self._programs = self._record()
+            self._lora.shape = shape
+        return self._programs
+
+
 def record_steps(
     model: CausalLM, backend: TorchAttentionBackend, states: StepStates | None = None
-) -> tuple[StepProgram | None, StepProgram | None]:
+) -> Programs:
     """Returns a program for decodes and one for any tokens; None if a kernel is missing."""
     decodes = None
     tokens = None

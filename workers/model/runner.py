@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from .loader import LoadedModel, load_model
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel
 from .pooling import Pooler, StepOutput, collect
-from .programs import record_steps
+from .programs import AdaptedPrograms, Programs, StepProgram, record_steps
 from .sampling.finite import sum_chunks
 from .sampling.grammar_cache import GrammarCache
 from .sampling.logprobs import compute_prompt_logprobs
@@ -98,8 +99,12 @@ class ModelRunner(Executor):
         self._graphs: DecodeGraphs | None = None
         self._decodes = None
         self._tokens = None
+        self._adapted: AdaptedPrograms | None = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
-            self._decodes, self._tokens = record_steps(model, self._attention, self._states)
+            record = partial(record_steps, model, self._attention, self._states)
+            self._decodes, self._tokens = record()
+            if model.lora is not None:
+                self._adapted = AdaptedPrograms(model.lora, record)
         # The block tables of each sequence, as in `SequenceSpan`.
         self._tables: dict[int, tuple[array[int], ...]] = {}
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
@@ -395,8 +400,8 @@ class ModelRunner(Executor):
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool) -> StepOutput:
         """Runs the model; each draft token also has a row of logits.
 
-        A step that `is_adapted`, or whose embeddings are partly replaced, uses neither a step
-        program nor a CUDA graph.
+        A step whose embeddings are partly replaced uses neither a step program nor a CUDA graph. A
+        step that `is_adapted` uses no CUDA graph.
         """
         spans = [
             SequenceSpan(
@@ -414,9 +419,11 @@ class ModelRunner(Executor):
         replaced = self.rows.of_step(
             (step.sequence_id, step.start, len(step.token_ids)) for step in plan.sequences
         )
-        is_eager = is_adapted or replaced is not None
-        only_decodes = len(spans) == len(token_ids) == num_sampling and not is_eager and not pools
-        if self._graphs and only_decodes:
+        decodes, tokens = self._programs(is_adapted) if replaced is None else (None, None)
+        only_decodes = (
+            len(spans) == len(token_ids) == num_sampling and replaced is None and not pools
+        )
+        if self._graphs and only_decodes and not is_adapted:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
             if logits is not None:
@@ -427,13 +434,13 @@ class ModelRunner(Executor):
         positions = np.arange(ends[-1]) + firsts.repeat(counts)
         sampled_rows = _sampled_rows(plan.sequences, ends)
         positions_device, rows_device = copy_to_device([positions, sampled_rows], self._device)
-        if self._decodes and only_decodes:
+        if decodes and only_decodes:
             self._on_stage("model")
-            logits = self._decodes(token_ids, positions_device, spans)
+            logits = decodes(token_ids, positions_device, spans)
             if logits is not None:
                 return StepOutput(logits)
         hidden = self._hidden(
-            token_ids, positions_device, spans, on_layers, replaced, is_eager=is_eager
+            token_ids, positions_device, spans, on_layers, replaced, program=tokens
         )
         rows = None if len(sampled_rows) == len(token_ids) else rows_device
         prompts = None
@@ -445,6 +452,15 @@ class ModelRunner(Executor):
         embeddings = self._pooler(hidden, plan.sequences) if pools else None
         return StepOutput(logits, prompts, sum_chunks(hidden, plan.sequences), embeddings)
 
+    def _programs(self, is_adapted: bool) -> Programs:
+        """Returns the programs of the step, whose adapters are applied."""
+        if not is_adapted:
+            return self._decodes, self._tokens
+        shape = self._model.lora.shape if self._model.lora else None
+        if shape is None or self._adapted is None or self._decodes is None:
+            return None, None
+        return self._adapted.of_step(shape)
+
     def _hidden(
         self,
         token_ids: torch.Tensor,  # [num_tokens]
@@ -453,12 +469,15 @@ class ModelRunner(Executor):
         on_layers: OnLayers | None,
         rows: EmbeddingRows | None,
         *,
-        is_eager: bool,
+        program: StepProgram | None,
     ) -> torch.Tensor:
-        """Returns the hidden states after the last layer, [num_tokens, hidden]."""
-        if self._tokens and not is_eager:
+        """Returns the hidden states after the last layer, [num_tokens, hidden].
+
+        Without a `program`, or if the step is too large for it, computes call by call.
+        """
+        if program:
             self._on_stage("model")
-            hidden = self._tokens(token_ids, positions, spans, on_layers)
+            hidden = program(token_ids, positions, spans, on_layers)
             if hidden is not None:
                 return hidden
         attention = self._attention.plan(spans)
