@@ -224,7 +224,9 @@ class AdapterTable:
             runs.append((begin, end - begin, adapter))
         found = list({id(each): each for *_, each in runs if each is not None}.values())
         if found and all(each.pairs is not None for each in found):
-            self._lora.rows.fill([(*run, each.pairs if each else None) for *run, each in runs])
+            self._lora.rows.fill(
+                [(first, count, each.pairs if each else None) for first, count, each in runs]
+            )
             self._lora.shape = reduce(LowRankShape.joined, (each.shape() for each in found))
         else:
             self._lora.adapters = tuple(

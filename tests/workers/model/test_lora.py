@@ -131,7 +131,10 @@ def test_alone(
 
 
 def advance(
-    driver: Driver, prompts: dict[str, list[int]], choose: random.Random
+    driver: Driver,
+    prompts: dict[str, list[int]],
+    choose: random.Random,
+    numbers: dict[str, int] = NUMBERS,
 ) -> Iterator[dict[str, int]]:
     """Computes random chunks of all these prompts; yields after each step the tokens that are done,
     in the plan's order.
@@ -143,7 +146,7 @@ def advance(
         for name in names:
             begin = done[name]
             done[name] = min(begin + choose.choice((1, 1, 7, 20)), len(prompts[name]))
-            number = NUMBERS[name.partition(" ")[0]]
+            number = numbers[name.partition(" ")[0]]
             key = list(prompts).index(name)
             steps.append(
                 driver.step(
@@ -256,6 +259,55 @@ def test_in_bfloat16_no_row_depends_on_the_others(
                     end,
                 )
     assert not torch.equal(expected["base"], expected["one"])
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
+def test_steps_with_adapters_are_recorded(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have the bits of single calls, and without an adapter those of a model without any.
+
+    The second adapter has a higher rank and changes more layers, so the steps are recorded again.
+    """
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
+    folder = make_tiny_model(tmp_path / "model", family, **sizes)
+    targets = TARGETS.get(family, LINEAR)
+    adapters = {
+        "one": make_adapter(tmp_path / "one", folder, rank=3, targets=targets[-1:]),
+        "many": make_adapter(tmp_path / "many", folder, rank=40, targets=targets),
+    }
+    names = [f"{name} {mate}" for name in ("base", *adapters) for mate in (1, 2)]
+    prompts = {name: prompt(30, seed) for seed, name in enumerate(names)}
+
+    def logits_of(runner: ModelRunner, numbers: dict[str, int]) -> dict[str, torch.Tensor]:
+        """Chunks and decodes in random mixtures: after a step with one adapter, with both."""
+        driver = Driver(runner)
+        found: dict[str, torch.Tensor] = {}
+        with recorded_logits(monkeypatch) as logits:
+            driver.run(driver.step(9, prompt(5), 0, adapter=numbers["one"]))
+            for done in advance(driver, prompts, random.Random(1), numbers):
+                for row, (name, end) in enumerate(done.items()):
+                    found[f"{name} {end}"] = logits[-1][row]
+        return found
+
+    runner = load_all(load(folder, dtype="bfloat16"), adapters)
+    assert runner._adapted is not None
+    record = runner._adapted._record
+    recordings = []
+    monkeypatch.setattr(
+        runner._adapted, "_record", lambda: recordings.append(record()) or recordings[-1]
+    )
+    found = logits_of(runner, NUMBERS)
+    assert [programs for programs in recordings if None not in programs] == recordings
+    assert len(recordings) == 2
+    runner._decodes = runner._tokens = None
+    expected = logits_of(runner, NUMBERS)
+    assert len(recordings) == 2
+    base = logits_of(load(folder, dtype="bfloat16"), dict.fromkeys(NUMBERS, 0))
+    for name, logits in found.items():
+        assert torch.equal(logits, expected[name]), name
+        assert torch.equal(logits, base[name]) == name.startswith("base"), name
 
 
 @needs_kernels
