@@ -28,6 +28,7 @@ from tandem.tests.workers.model.test_families import TOLERANCE, needs_kernels
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.model.adapter_folder import read_adapter
 from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.programs import Programs
 from tandem.workers.model.runner import ModelRunner
 
 TARGETS = {
@@ -294,10 +295,13 @@ def test_steps_with_adapters_are_recorded(
     runner = load_all(load(folder, dtype="bfloat16"), adapters)
     assert runner._adapted is not None
     record = runner._adapted._record
-    recordings = []
-    monkeypatch.setattr(
-        runner._adapted, "_record", lambda: recordings.append(record()) or recordings[-1]
-    )
+    recordings: list[Programs] = []
+
+    def count() -> Programs:
+        recordings.append(record())
+        return recordings[-1]
+
+    monkeypatch.setattr(runner._adapted, "_record", count)
     found = logits_of(runner, NUMBERS)
     assert [programs for programs in recordings if None not in programs] == recordings
     assert len(recordings) == 2

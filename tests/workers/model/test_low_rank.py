@@ -14,7 +14,7 @@ from tandem.workers.model.kernels.c.low_rank import (
     PANEL,
     LowRankPairs,
     LowRankRows,
-    Run,
+    PairRows,
     add_low_rank,
     can_multiply,
 )
@@ -79,7 +79,7 @@ def made(inputs: int, outputs: int) -> list[tuple[Factors, LowRankPairs]]:
     return found
 
 
-def rows_of(runs: Sequence[Run]) -> LowRankRows:
+def rows_of(runs: Sequence[PairRows]) -> LowRankRows:
     rows = LowRankRows()
     rows.fill(runs)
     return rows
@@ -89,7 +89,7 @@ def compute(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     outputs: int,
-    runs: Sequence[Run],
+    runs: Sequence[PairRows],
     layer: int = LAYER,
 ) -> torch.Tensor:
     width = -(-max(RANKS) // PANEL) * PANEL
@@ -136,7 +136,7 @@ def test_each_row_has_the_term_of_its_pair(
         (None, None),
         *made(inputs, outputs),
     ]
-    runs: list[Run] = []
+    runs: list[PairRows] = []
     chosen: list[tuple[Factors | None, LowRankPairs | None]] = []
     for count, choice in counts:
         runs.append((len(chosen), count, choices[choice][1]))
@@ -173,7 +173,7 @@ def test_the_filler_changes_no_number() -> None:
 @given(counts=strategies.lists(strategies.integers(1, 100), max_size=8))
 def test_segments_cover_the_rows_and_are_short(counts: list[int]) -> None:
     pairs = LowRankPairs(NUM_LAYERS)
-    runs: list[Run] = []
+    runs: list[PairRows] = []
     for index, count in enumerate(counts):
         runs.append((sum(counts[:index]), count, pairs if index % 2 else None))
     table, _ = rows_of(runs)._held

@@ -45,7 +45,7 @@ class LowRankPairs:
         return self._table.buffer_info()[0]
 
 
-Run = tuple[int, int, LowRankPairs | None]
+PairRows = tuple[int, int, LowRankPairs | None]
 """The first row, the number of rows, and their pairs; None: rows without pairs."""
 
 
@@ -56,7 +56,7 @@ class LowRankRows:
         self.address = torch.zeros(1, dtype=torch.int64)
         self.fill(())
 
-    def fill(self, runs: Sequence[Run]) -> None:
+    def fill(self, runs: Sequence[PairRows]) -> None:
         """Loads the runs of the next step, which must cover its rows."""
         table = array("q", [0])
         for first, count, pairs in runs:
