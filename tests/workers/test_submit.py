@@ -291,13 +291,16 @@ def test_so_many_biases_and_no_more() -> None:
         parse(worker_limits, sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)})
 
 
-@pytest.mark.parametrize("fields", [{"num_choices": 5}, {"beam_search": {"width": 5}}])
-def test_as_many_sequences_as_the_worker_computes(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"num_choices": 5}, "num_choices"), ({"beam_search": {"width": 5}}, r"beam_search\.width")],
+)
+def test_as_many_sequences_as_the_worker_computes(fields: dict[str, Any], named: str) -> None:
     parse(
         WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=5, eos_ids=frozenset()),
         **fields,
     )
-    with pytest.raises(InvalidArgument, match="num_choices"):
+    with pytest.raises(InvalidArgument, match=named):
         parse(
             WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=4, eos_ids=frozenset()),
             **fields,

@@ -163,8 +163,10 @@ def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
     _check(is_known, "first_choice", f"must be at most {MAX_CHOICES} together with num_choices")
     is_single = num_choices == 1 and not submit.HasField("beam_search")
     _check(is_single or not submit.first_index, "first_index", "must be 0 with several choices")
-    fits = max(num_choices, submit.beam_search.width) <= limits.max_sequences
-    _check(fits, "num_choices", f"must be at most {limits.max_sequences} on this worker")
+    width = submit.beam_search.width
+    most = limits.max_sequences
+    field = "beam_search.width" if width > num_choices else "num_choices"
+    _check(max(num_choices, width) <= most, field, f"must be at most {most} on this worker")
 
 
 def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -> BeamSearch:
