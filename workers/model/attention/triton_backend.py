@@ -13,7 +13,7 @@ import torch
 from ...kv_cache.layout import LayerGeometry
 from ...kv_cache.tables import TableSpec
 from ..device import Ints, copy_to_device, to_device
-from ..kernels.triton.attention import MAX_NARROW_DIM, Scales, Scoring
+from ..kernels.triton.attention import Scales, Scoring
 from ..kernels.triton.chunk import ChunkWork, chunk_attention, tile_tokens
 from ..kernels.triton.decode import (
     SPLIT_TOKENS,
@@ -31,7 +31,10 @@ from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 # sequences with a common prefix share its blocks.
 _GRAPH_SHARING: Final = 2
 _DECODE_SHARED_BYTES: Final = 77_824  # the most that a decode program takes
-_WIDE_PROGRAMS: Final = 2  # at once, limited by registers: programs of heads above MAX_NARROW_DIM
+_WIDE_DIM: Final = 128
+_WIDE_PROGRAMS: Final = 2
+"""Programs at once of heads above _WIDE_DIM: their registers allow no more with Triton 3.6."""
+
 
 Partials = dict[tuple[int, int], torch.Tensor]
 """Scratch memory of decodes, float32 [num_items, num_heads, value_dim + 2].
@@ -208,7 +211,7 @@ def _num_programs(processors: Any, layer: LayerGeometry) -> int:
 def programs_per_processor(shared_bytes: int, head_dim: int) -> int:
     """Returns how many decode programs run at once on a multiprocessor with this shared memory."""
     fitting = max(1, shared_bytes // _DECODE_SHARED_BYTES)
-    return min(fitting, _WIDE_PROGRAMS) if head_dim > MAX_NARROW_DIM else fitting
+    return min(fitting, _WIDE_PROGRAMS) if head_dim > _WIDE_DIM else fitting
 
 
 class StaticDecodes:

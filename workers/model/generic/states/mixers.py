@@ -112,6 +112,8 @@ class _Functions:
 
     def __init__(self, mixer: nn.Module) -> None:
         self._mixer = mixer
+        num_key_heads = getattr(mixer, "num_k_heads", 1)
+        self._num_repeats = getattr(mixer, "num_v_heads", num_key_heads) // num_key_heads
 
     def _mix(self, call: MixerCall) -> torch.Tensor:
         return _handler.get()(self._mixer, call)
@@ -137,9 +139,11 @@ class _Functions:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
+        # transformers 5.17 repeats the heads of query and key before the call.
+        each = self._num_repeats if query.shape[2] == value.shape[2] else 1
         call = DeltaCall(
-            query=query[0],
-            key=key[0],
+            query=query[0, :, ::each],
+            key=key[0, :, ::each],
             value=value[0],
             gate=g[0],
             beta=beta[0],
