@@ -17,7 +17,7 @@ from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.config import RopeConfig
-from tandem.workers.model.kernels.c import build, cpu
+from tandem.workers.model.kernels.c import build, cpu, elementwise
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.layers.norm import RMSNorm
 from tandem.workers.model.layers.rotary import RotaryEmbedding, apply_rotary
@@ -452,3 +452,12 @@ def test_no_rows_are_computed_by_several_threads() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "(0, 256)\n")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operation", ["relu", "silu", "gelu", "gelu_tanh", "tanh"])
+def test_an_activation_passes_a_nan_on(operation: str, dtype: torch.dtype) -> None:
+    """A worker finds broken numbers in the logits, so no layer may hide them."""
+    x = torch.tensor([[-1.0, float("nan"), 2.0] * 16], dtype=dtype)
+    result = elementwise.compute(operation, x)
+    assert torch.equal(result.isnan(), x.isnan())

@@ -48,7 +48,7 @@ static inline float erf_gelu(float x) { return 0.5f * x * (1 + erff(x * 0.707106
                 case OF_GELU: EACH(NAME, erf_gelu(u))                                                                  \
                 case OF_GELU_TANH: EACH(NAME, gelu(u))                                                                 \
                 case OF_TANH: EACH(NAME, tanhf(u))                                                                     \
-                case OF_RELU: EACH(NAME, u > 0 ? u : 0)                                                                \
+                case OF_RELU: EACH(NAME, pass_nan(u > 0 ? u : 0, u))                                                   \
             }                                                                                                          \
         }                                                                                                              \
         return 0;                                                                                                      \
