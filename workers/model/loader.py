@@ -1,4 +1,7 @@
-"""Builds a model's tree, checks a checkpoint against it, and loads a rank's weights."""
+"""Builds a model's tree, checks a checkpoint against it, and loads a rank's weights.
+
+One file because the check and the loading walk the same tree and read the same slices.
+"""
 
 import math
 import mmap
