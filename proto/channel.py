@@ -1,7 +1,7 @@
 """Implements the gRPC connections between Tandem's processes; refuses all other clients.
 
 A call costs each side two hashes of some bytes (`python -m tandem.tests.bench.engine.identity`); a
-message of a stream costs nothing.
+message of a stream costs nothing. One file because both sides must agree on the proof.
 """
 
 import asyncio

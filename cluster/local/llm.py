@@ -8,7 +8,8 @@
             print(output.prompt, output.outputs[0].text)
 
 The engine, the parameters, their bounds and the tokens are the same as in a service. Errors are
-those in `tandem.errors`. torch is imported when an LLM is made.
+those in `tandem.errors`. torch is imported when an LLM is made. One file because the methods share
+the engine's thread and event loop.
 """
 
 import gc

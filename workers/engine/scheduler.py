@@ -1,7 +1,8 @@
 """Decides which tokens of which sequences the next step computes, and gives them blocks.
 
 One scheduler serves prefill, decode and mixed steps: it only asks whether a sequence has tokens to
-compute. Touches no tensor and no network.
+compute. Touches no tensor and no network. One file because the parts of a step share its
+budgets, and the order in which sequences get and lose blocks.
 """
 
 from collections.abc import Callable, Collection

@@ -1,6 +1,7 @@
 """Describes a model as config.json does, and reads and checks the fields of such files.
 
-Imports no torch and knows nothing of the weights.
+Imports no torch and knows nothing of the weights. One file because every family reads its config by
+these fields and types.
 """
 
 import json

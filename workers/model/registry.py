@@ -2,7 +2,8 @@
 
 Installed packages can add more by entry points of the groups `tandem.models` (named by
 architecture, a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a
-`QuantizationFormat`). So every process finds them.
+`QuantizationFormat`). So every process finds them. One file because it is the one table to look a
+model or a format up in.
 """
 
 import sys

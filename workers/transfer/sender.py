@@ -2,7 +2,8 @@
 
 All code of this module runs in one event loop, and checks that an offer stands just before it reads
 KV memory. So once `withdraw` has returned, no further read begins and the blocks may be reused: on
-CPUs a read is a copy that has ended, on GPUs the next owner's work waits for it.
+CPUs a read is a copy that has ended, on GPUs the next owner's work waits for it. One file because
+all that reads an offer must see its withdrawal.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Serves tandem.v1.Inference, grpc.health.v1 and optionally reflection over gRPC."""
+"""Serves tandem.v1.Inference, grpc.health.v1 and optionally reflection over gRPC.
+
+One file because all services share one server with its bounds, deadlines and end.
+"""
 
 import asyncio
 import secrets
