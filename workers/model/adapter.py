@@ -35,12 +35,8 @@ class Adapter(NamedTuple):
     """Holds a rank's part of an adapter, by the numbers of the layers in `LoraStep.layers`."""
 
     pairs: LowRankPairs | None  # for the kernels; None: they do not support it
+    shape: LowRankShape  # of a step whose rows use the pairs
     maps: Mapping[int, LowRankMap]  # without pairs
-
-    def shape(self) -> LowRankShape:
-        """Returns the shape of a step whose rows use the pairs."""
-        assert self.pairs is not None
-        return LowRankShape(frozenset(self.pairs.layers), -(-self.pairs.max_rank // PANEL) * PANEL)
 
 
 def load_adapter(
@@ -66,9 +62,10 @@ def load_adapter(
         pairs = LowRankPairs(len(layers))
         for number, (down, up) in combined.items():
             pairs.add(number, down.to(dtype), up.to(dtype))
-        return Adapter(pairs, {})
+        width = max((len(down) for down, _ in combined.values()), default=0)
+        return Adapter(pairs, LowRankShape(frozenset(combined), -(-width // PANEL) * PANEL), {})
     make = partial(LowRankMap, dtype=dtype, device=device, batch_invariant=batch_invariant)
-    return Adapter(None, {number: make(each) for number, each in combined.items()})
+    return Adapter(None, LowRankShape(), {number: make(each) for number, each in combined.items()})
 
 
 def _sizes(step: LoraStep | None) -> dict[str, tuple[int, int]]:
@@ -227,7 +224,7 @@ class AdapterTable:
             self._lora.rows.fill(
                 [(first, count, each.pairs if each else None) for first, count, each in runs]
             )
-            self._lora.shape = reduce(LowRankShape.joined, (each.shape() for each in found))
+            self._lora.shape = reduce(LowRankShape.joined, (each.shape for each in found))
         else:
             self._lora.adapters = tuple(
                 AdapterRows(_rows_of(adapter, runs, self._device), adapter.maps)

@@ -27,15 +27,11 @@ class LowRankPairs:
     def __init__(self, num_layers: int) -> None:
         self._table = array("q", bytes(8 * _PAIR * num_layers))
         self._packed: list[torch.Tensor] = []
-        self.layers: set[int] = set()  # those that have a pair
-        self.max_rank = 0
 
     def add(self, layer: int, down: torch.Tensor, up: torch.Tensor) -> None:
         """Packs A and B of a layer, in bfloat16. The rank must be even."""
         packed = [cpu.pack_linear(down), cpu.pack_linear(up)]
         self._packed += packed
-        self.layers.add(layer)
-        self.max_rank = max(self.max_rank, len(down))
         numbers = (*(each.data_ptr() for each in packed), len(down))
         self._table[_PAIR * layer : _PAIR * (layer + 1)] = array("q", numbers)
 
