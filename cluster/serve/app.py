@@ -127,58 +127,47 @@ class WorkerPool(Replica):
     ) -> None:
         """Starts the worker; `environment` is what its other ranks need and do not inherit."""
         with collections_paused():
-            await self._start(config, folder, role, ranks_per_node, identity, environment)
+            # These import torch, which takes seconds; routers do without.
+            from ...workers.serve.worker import Worker
+            from ..local.worker import rank_threads, worker_config
 
-    async def _start(
-        self,
-        config: TandemConfig,
-        folder: str,
-        role: PoolRole,
-        ranks_per_node: int,
-        identity: PeerIdentity,
-        environment: dict[str, str],
-    ) -> None:
-        # These import torch, which takes seconds; routers do without.
-        from ...workers.serve.worker import Worker
-        from ..local.worker import rank_threads, worker_config
-
-        super().__init__(config, role)
-        await asyncio.to_thread(ensure_tokenizer, Path(folder))  # each node has its own cache
-        pool = config.pools[role]
-        threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
-        own = worker_config(
-            config,
-            role,
-            folder,
-            threads(),
-            identity,
-            host=node_host(config.host),
-            ranks_per_node=ranks_per_node,
-        )
-        self._ranks = start_ranks(
-            own.rank,
-            pool.tp,
-            host=config.host,
-            label=repr(self),
-            worker_id=self._member_id,
-            threads=threads,
-            environment=environment,
-            gpu=config.device == "cuda",
-        )
-        addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
-        self._worker = worker = await Worker.start(
-            own,
-            worker_id=self._member_id,
-            role=role,
-            ranks=addresses,
-            metrics=RayMetrics(config.served_name, role) if config.metrics else NULL_METRICS,
-        )
-        self._run(
-            worker.stop,
-            self._exit_on_failure(worker),
-            self._heartbeat(worker),
-            keep_reporting(worker.report_metrics),
-        )
+            super().__init__(config, role)
+            await asyncio.to_thread(ensure_tokenizer, Path(folder))  # each node has its own cache
+            pool = config.pools[role]
+            threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
+            own = worker_config(
+                config,
+                role,
+                folder,
+                threads(),
+                identity,
+                host=node_host(config.host),
+                ranks_per_node=ranks_per_node,
+            )
+            self._ranks = start_ranks(
+                own.rank,
+                pool.tp,
+                host=config.host,
+                label=repr(self),
+                worker_id=self._member_id,
+                threads=threads,
+                environment=environment,
+                gpu=config.device == "cuda",
+            )
+            addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
+            self._worker = worker = await Worker.start(
+                own,
+                worker_id=self._member_id,
+                role=role,
+                ranks=addresses,
+                metrics=RayMetrics(config.served_name, role) if config.metrics else NULL_METRICS,
+            )
+            self._run(
+                worker.stop,
+                self._exit_on_failure(worker),
+                self._heartbeat(worker),
+                keep_reporting(worker.report_metrics),
+            )
 
     def check_health(self) -> None:
         """Raises if the worker cannot serve any more; Serve then replaces the replica."""
@@ -228,64 +217,59 @@ class Router(Replica):
         *pools: object,
     ) -> None:
         with collections_paused():
-            await self._start(config, folder, replicas, continuity)
+            start_for(Path(folder))
+            # Imports transformers, which takes a second; binding this class does without.
+            from .runtime import RouterRuntime
 
-    async def _start(
-        self, config: TandemConfig, folder: str, replicas: int, continuity: Continuity
-    ) -> None:
-        start_for(Path(folder))
-        # Imports transformers, which takes a second; binding this class does without.
-        from .runtime import RouterRuntime
-
-        super().__init__(config, "router")
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        await asyncio.to_thread(ensure_tokenizer, Path(folder))
-        self._continuity = continuity
-        self._ray_dashboard = ray_dashboard_url()
-        self._members = members = Members(self._application, continuity.layout)
-        self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
-        host = node_host(config.host)
-        self._blocked_prompts = BlockedPrompts()
-        self._adapters = await asyncio.to_thread(configured_adapters, config)
-        with suppress(Unavailable):  # `_watch` gets the list of members later
-            changes = await self._directory.changes()
-            self._blocked_prompts.learn(changes.blocked)
-            self._adapters.learn(changes.adapters)
+            super().__init__(config, "router")
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            await asyncio.to_thread(ensure_tokenizer, Path(folder))
+            self._continuity = continuity
+            self._ray_dashboard = ray_dashboard_url()
+            self._members = members = Members(self._application, continuity.layout)
+            self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
+            host = node_host(config.host)
+            self._blocked_prompts = BlockedPrompts()
+            self._adapters = await asyncio.to_thread(configured_adapters, config)
+            with suppress(Unavailable):  # `_watch` gets the list of members later
+                changes = await self._directory.changes()
+                self._blocked_prompts.learn(changes.blocked)
+                self._adapters.learn(changes.adapters)
+                watcher = DirectoryWatcher()
+                watcher.apply(changes)
+                await self._members.update(watcher.workers, watcher.routers)
+            runtime = await RouterRuntime.start(
+                config,
+                Path(folder),
+                host,
+                identity=continuity.identity,
+                resume_key=continuity.resume_key,
+                cache_secret=continuity.cache_secret,
+                num_routers=replicas,
+                application=self._application,
+                workers=self._members.fitting,
+                replaced=[each.addresses for each in self._members.other_routers],
+                blocked_prompts=self._blocked_prompts,
+                adapters=self._adapters,
+                describe=self.status,
+            )
+            await runtime.serve_ops(
+                config.router.ops_port,
+                num_routers=replicas,
+                application=self._application,
+                replaced=[each.ops_address for each in self._members.other_routers],
+            )
+            self._authenticator = runtime.authenticator
+            self._runtime = runtime
             watcher = DirectoryWatcher()
-            watcher.apply(changes)
-            await self._members.update(watcher.workers, watcher.routers)
-        runtime = await RouterRuntime.start(
-            config,
-            Path(folder),
-            host,
-            identity=continuity.identity,
-            resume_key=continuity.resume_key,
-            cache_secret=continuity.cache_secret,
-            num_routers=replicas,
-            application=self._application,
-            workers=self._members.fitting,
-            replaced=[each.addresses for each in self._members.other_routers],
-            blocked_prompts=self._blocked_prompts,
-            adapters=self._adapters,
-            describe=self.status,
-        )
-        await runtime.serve_ops(
-            config.router.ops_port,
-            num_routers=replicas,
-            application=self._application,
-            replaced=[each.ops_address for each in self._members.other_routers],
-        )
-        self._authenticator = runtime.authenticator
-        self._runtime = runtime
-        watcher = DirectoryWatcher()
-        self._run(
-            partial(self._stop, runtime),
-            self._watch(runtime, watcher),
-            runtime.keep_ready(),
-            runtime.console.run(),
-            self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters),
-            *(watch.run() for watch in runtime.watches),
-        )
+            self._run(
+                partial(self._stop, runtime),
+                self._watch(runtime, watcher),
+                runtime.keep_ready(),
+                runtime.console.run(),
+                self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters),
+                *(watch.run() for watch in runtime.watches),
+            )
 
     def check_health(self) -> None:
         """Raises if the router cannot serve any more; Serve then replaces the replica."""
