@@ -83,9 +83,9 @@ class Scheduler:
         requests = self._requests
         if requests.committed or requests.dropped or self._can_admit():
             return True
-        return not all(map(self._is_stalled, requests.running)) or (
-            bool(requests.running) and not requests.is_importing
-        )
+        if not self._stalled or not requests.is_importing:
+            return bool(requests.running)
+        return not all(map(self._is_stalled, requests.running))
 
     def fits(self, spec: SequenceSpec) -> bool:
         """Returns True if the sequence could run on an otherwise empty worker."""

@@ -18,8 +18,9 @@ from ..quant.unquantized import UnquantizedLinearMethod
 
 _SILU: Final = ("SiLU", "SiLUActivation")
 # Options of transformers' `use_experts_implementation`, with which weights are as our kernels need
-# them: [experts, outputs, inputs], the gate first.
+# them: [experts, outputs, inputs], the gate first, and nothing after the down map.
 _OPTIONS: Final = {"has_gate": True, "is_concatenated": True, "is_transposed": False}
+_REFUSED_OPTION: Final = "has_post_expert_norm"  # transformers 5.17 does not have it
 
 
 class ExpertsForward:
@@ -74,9 +75,7 @@ def _is_supported(module: nn.Module) -> bool:
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return (
         all(getattr(module, name, None) is value for name, value in _OPTIONS.items())
-        and not getattr(
-            module, "has_post_expert_norm", False
-        )  # transformers 5.17 has no such option
+        and not getattr(module, _REFUSED_OPTION, False)
         and getattr(module, "num_experts", MAX_EXPERTS + 1) <= MAX_EXPERTS
         and all(
             isinstance(each, nn.Parameter) and each.ndim == 3 and cpu.can_multiply(each.data[0])
