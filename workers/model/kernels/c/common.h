@@ -84,6 +84,19 @@ static inline float silu(float x) { return sigmoid_mul(x, x); }
 // its argument.
 static inline float gelu(float x) { return sigmoid_mul(1.5957691216f * (x + 0.044715f * x * x * x), x); }
 
+// The bits of the largest absolute value of x [count]; those of a number that is not finite are at
+// least 0x7f800000. Bits are compared, because -ffast-math assumes that no number is NaN.
+static inline __attribute__((always_inline)) uint32_t largest_magnitude(const float *x, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
 // y, or x if that is NaN. Bits are compared, because -ffast-math assumes that no number is NaN.
 static inline float pass_nan(float y, float x) {
     uint32_t bits, of_x;

@@ -206,13 +206,7 @@ int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
 static inline __attribute__((always_inline)) void round_row(uint8_t *to, const float *x, int64_t dim,
                                                             const int is_fp8) {
     enum { INFINITE = 0x7f80, TINY = 0x0400 };  // as bfloat16
-    uint32_t largest = 0;
-    for (int64_t d = 0; d < dim; d++) {
-        uint32_t bits;
-        memcpy(&bits, x + d, sizeof bits);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
-    }
+    const uint32_t largest = largest_magnitude(x, dim);
     float peak;
     memcpy(&peak, &largest, sizeof peak);
     uint16_t scale = largest >> 16 >= INFINITE ? INFINITE : store_bf16(peak * (1 / (is_fp8 ? E4M3_MAX : 127.0f)));

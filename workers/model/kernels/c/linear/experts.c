@@ -16,16 +16,7 @@ typedef struct {
     float factor;
 } Routing;
 
-static inline int is_finite(const float *x, int64_t count) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
-    }
-    return largest < 0x7f800000;
-}
+static inline int is_finite(const float *x, int64_t count) { return largest_magnitude(x, count) < 0x7f800000; }
 
 static inline void softmax(float *x, int64_t count) {
     float most = x[0], sum = 0;
