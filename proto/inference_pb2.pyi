@@ -28,7 +28,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "sampling", "stopping", "truncate_prompt", "request_id", "n", "best_of", "beam_search", "logprobs", "prompt_logprobs", "echo", "constraint", "priority", "resume", "pooling", "truncate_prompt_tokens")
+    __slots__ = ("model", "prompt", "sampling", "stopping", "truncate_prompt", "request_id", "n", "best_of", "beam_search", "logprobs", "prompt_logprobs", "echo", "constraint", "priority", "resume", "pooling", "truncate_prompt_tokens", "processed_logprobs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROCESSED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: Prompt
     sampling: SamplingParams
@@ -63,7 +64,8 @@ class GenerateRequest(_message.Message):
     resume: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     pooling: Pooling
     truncate_prompt_tokens: int
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., truncate_prompt: _Optional[bool] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    processed_logprobs: bool
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., truncate_prompt: _Optional[bool] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., processed_logprobs: _Optional[bool] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("resume_token", "token_ids")

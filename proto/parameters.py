@@ -310,6 +310,12 @@ PARAMETERS: Final = (
         default=None,
     ),
     RequestParameter(
+        "processed_logprobs",
+        "bool",
+        "Reports `logprobs` of the distribution that tokens are drawn from: after penalties, "
+        "constraint, temperature and filters.",
+    ),
+    RequestParameter(
         "echo", "bool", "Repeats the prompt before each completion; not in chats.", chat=()
     ),
     _constraint("json_schema", "json", "The completion is JSON with this schema.", "guided_json"),

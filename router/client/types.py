@@ -86,6 +86,7 @@ class Options(TypedDict, total=False):
     # absent: reports no log probabilities.
     logprobs: int
     prompt_logprobs: int  # the same for the prompt; max_tokens may then be 0
+    processed_logprobs: bool  # `logprobs` of the distribution that tokens are drawn from
     echo: bool  # repeats the prompt before each completion; not in a chat
 
     # The form of the completion: at most one of these five.

@@ -223,6 +223,7 @@ def _submit(
         min_tokens=request.stopping.min_tokens,
         logprobs=request.logprobs if needs_logprobs else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        processed_logprobs=request.processed_logprobs,
         pooling=request.pooling,
         priority=caller.priority(request.priority),
         tenant=hash_tenant(caller.tenant),

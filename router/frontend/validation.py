@@ -46,10 +46,24 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
         raise InvalidArgument("not allowed with a chat", "echo")
     if request.best_of and request.best_of < num_answers(request):
         raise InvalidArgument(f"must be at least n, which is {num_answers(request)}", "best_of")
+    if request.processed_logprobs:
+        _check_processed_logprobs(request)
     if request.HasField("beam_search"):
         _check_beam_search(request)
     if request.pooling:
         _check_pooling(request)
+
+
+def _check_processed_logprobs(request: inference_pb2.GenerateRequest) -> None:
+    name = "processed_logprobs"
+    if not request.HasField("logprobs"):
+        raise InvalidArgument("needs logprobs, the number of alternatives to report", name)
+    if num_generated(request) > num_answers(request):
+        raise InvalidArgument(
+            "not allowed with best_of above n, which ranks completions by the model's own log "
+            "probabilities",
+            name,
+        )
 
 
 def check_request_id(request_id: str) -> None:

@@ -83,6 +83,7 @@ def test_all_that_shapes_a_distribution() -> None:
         first_choice=2,
         logprobs=0,
         prompt_logprobs=20,
+        processed_logprobs=True,
         grammar="start: /a/",
         bad_words=[inference_pb2.TokenIds(ids=[4, 5]), inference_pb2.TokenIds(ids=[6])],
         sampling={
@@ -108,6 +109,7 @@ def test_all_that_shapes_a_distribution() -> None:
         grammar="start: /a/",
         logprobs=0,
         prompt_logprobs=20,
+        processed_logprobs=True,
     )
 
 

@@ -49,6 +49,8 @@ class SamplingParams:
     # The number of top alternatives to report for each sampled token; None reports nothing.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each prompt token
+    # Report `logprobs` of the distribution that tokens are drawn from, not of the model's own.
+    processed_logprobs: bool = False
     pooling: Pooling | None = None  # which embedding of the prompt to report with the first sample
 
     @property

@@ -58,6 +58,7 @@ _TOP_LEVEL: Final = tuple(
         "priority",
         "logprobs",
         "prompt_logprobs",
+        "processed_logprobs",
     )
 )
 """Parameters whose last name is the same in a submit and in a request."""
@@ -215,6 +216,7 @@ def _parse_sampling(
         grammar_owner=submit.cache_salt if submit.grammar else b"",
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
         prompt_logprobs=None if prompt_logprobs is None else min(prompt_logprobs, vocab_size),
+        processed_logprobs=submit.processed_logprobs,
         pooling=_parse_pooling(submit),
     )
 

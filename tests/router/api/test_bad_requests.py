@@ -181,6 +181,7 @@ BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
     ("length_penalty", "whole number", (2, -10.5, *NOT_FINITE)),
     ("early_stopping", "flag", (True,)),
     ("prompt_logprobs", "whole", (-1, limits.MAX_LOGPROBS + 1)),
+    ("processed_logprobs", "flag", (True,)),
     (
         "response_format",
         "object",

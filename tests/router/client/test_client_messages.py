@@ -67,6 +67,7 @@ OPTIONS = Options(
     ignore_eos=True,
     logprobs=0,
     prompt_logprobs=4,
+    processed_logprobs=True,
     echo=True,
     regex="a+",
 )
@@ -97,6 +98,7 @@ EXPECTED = inference_pb2.GenerateRequest(
     ),
     logprobs=0,
     prompt_logprobs=4,
+    processed_logprobs=True,
     echo=True,
     constraint=inference_pb2.Constraint(regex="a+"),
 )

@@ -106,6 +106,17 @@ async def test_given_values_pass_through() -> None:
     assert accepted.stop == ("a", "b")
 
 
+async def test_processed_logprobs_need_logprobs_that_no_ranking_uses() -> None:
+    submit = await prepared(request(logprobs=1, processed_logprobs=True))
+    assert submit.processed_logprobs
+    for wrong in (
+        request(processed_logprobs=True),
+        request(processed_logprobs=True, logprobs=1, n=2, best_of=3),
+    ):
+        with pytest.raises(InvalidArgument, match=r"^processed_logprobs: "):
+            await prepared(wrong)
+
+
 async def test_best_of_wants_logprobs_for_itself() -> None:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     accepted = await prepare(request(best_of=2), model, CONTEXT)

@@ -143,6 +143,36 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
         assert [token for token, _ in said.top] == ids.tolist()
 
 
+def test_processed_logprobs_are_those_of_the_drawn_distribution() -> None:
+    """Each kind of parameters, in one batch with rows that report the model's own.
+
+    In float32: of equal scores, which are frequent in bfloat16, transformers keeps only some.
+    """
+    params = [
+        replace(own, logprobs=8, processed_logprobs=row % 3 < 2)
+        for row, own in enumerate([*KINDS, SamplingParams(temperature=0.0)] * 2)
+    ]
+    logits = torch.stack([logits_row(1000, row) for row in range(len(params))])
+    steps = [step(row, own) for row, own in enumerate(params)]
+    sampled = sample_once(make_sampler(1000), logits, steps)
+    for row, (token, own) in enumerate(zip(sampled.tokens.tolist(), params, strict=True)):
+        (said,) = read(sampled.logprobs)[row]
+        expected = logits[row].float()
+        if own.processed_logprobs:
+            expected = expected_scores(expected, own, HISTORY, 2)
+            if own.temperature == 0:
+                best = expected.argmax()
+                expected = torch.full_like(expected, -torch.inf)
+                expected[best] = 0.0
+            else:
+                expected = warped(expected, own)[0].float()
+        expected = expected.log_softmax(-1)
+        assert said.logprob == pytest.approx(expected[token].item(), abs=1e-4)
+        assert said.logprob > -math.inf
+        values = expected.topk(8).values.tolist()
+        assert [value for _, value in said.top] == pytest.approx(values, abs=1e-4)
+
+
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
     _, ranks, values, ids = compute_logprobs(torch.zeros(2, 5), torch.tensor([1, 2]), 9)
     assert ranks.tolist() == [1, 1]

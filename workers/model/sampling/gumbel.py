@@ -143,6 +143,26 @@ def _log_min_p(params: SamplingParams) -> float:
     return math.log(params.min_p) if params.min_p else NO_MIN_P
 
 
+def drawn_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Returns float32 scores [num_rows, vocab_size] whose softmax `sample` draws tokens from.
+
+    `scores` has the same shape: logits, after the logits processors. Tokens that are never drawn
+    have the score -inf; a greedy row has one other token.
+    """
+    drawn = torch.full(scores.shape, -torch.inf, dtype=torch.float32, device=scores.device)
+    for row, own in enumerate(params):
+        if own.temperature < MIN_TEMPERATURE:
+            drawn[row, scores[row].argmax()] = 0.0
+            continue
+        warm = scores[row : row + 1].float() / own.temperature
+        if has_filter(own):
+            kept, ids = filter_scores(warm, [own])
+            drawn[row].scatter_(0, ids[0], kept[0])
+        else:
+            drawn[row] = warm[0]
+    return drawn
+
+
 def _sample_random(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],

@@ -13,7 +13,7 @@ from ...engine.plan import Constrained, SamplingParams, SequenceStep
 from .. import kernels
 from ..device import indices, take_rows
 from .grammar_cache import GrammarCache
-from .gumbel import sample
+from .gumbel import drawn_scores, sample
 from .logprobs import LogprobsTensors, compute_logprobs
 from .processors import LogitsProcessors
 
@@ -30,6 +30,13 @@ class SampledTokens:
     rows: dict[int, int]
     logprobs: LogprobsTensors | None
     failed: dict[int, str]  # reason by sequence: its samples are invalid and it cannot continue
+
+
+class _Processed(NamedTuple):
+    """Holds what the logits processors make of some rows of logits."""
+
+    numbers: dict[int, int]  # row of `scores` by row of the logits
+    scores: torch.Tensor  # [num_processed, vocab_size]
 
 
 class _Sample(NamedTuple):
@@ -99,7 +106,8 @@ class Sampler:
             for row, (step, own) in enumerate(zip(steps, params, strict=True))
             for number in range(step.num_samples)
         ]
-        tokens = self._broadcast(self._sample(logits, steps, samples))
+        adjusted, processed = self._process(logits, steps)
+        tokens = self._broadcast(self._sample(logits, steps, samples, adjusted, processed))
         known = tokens.clamp(min=0)
         self._append(steps, samples, known)
         may_pend = [
@@ -113,27 +121,48 @@ class Sampler:
                 for index, each in enumerate(samples)
                 if may_pend[each.row]
             },
-            logprobs=self._logprobs(logits, steps, samples, known),
+            logprobs=self._logprobs(logits, steps, samples, known, processed),
             failed=self._processors.matchers.take_failures(),
         )
 
-    def _sample(
-        self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample]
-    ) -> torch.Tensor:
-        """Returns tokens [num_samples], each from its row of logits or processed scores."""
+    def _process(
+        self, logits: torch.Tensor, steps: Sequence[SequenceStep]
+    ) -> tuple[set[int], _Processed]:
+        """Applies the logits processors.
+
+        Returns the rows whose `adjustments` the GPU's sampler applies instead, and the others.
+        """
         rows = self._processors.rows(steps)
         adjusted: set[int] = set()
         if kernels.on_gpu(logits):
-            adjusted = self._processors.adjusted_rows(steps, rows)
-        processed = {
-            row: index for index, row in enumerate(row for row in rows if row not in adjusted)
+            plain = [
+                row for row in rows if not self._params[steps[row].sequence_id].processed_logprobs
+            ]
+            adjusted = self._processors.adjusted_rows(steps, plain)
+        index = {
+            row: number for number, row in enumerate(row for row in rows if row not in adjusted)
         }
-        which = [index for index, each in enumerate(samples) if each.row in processed]
+        if not index:
+            return adjusted, _Processed(index, logits[:0])
+        own = take_rows(logits, list(index))
+        scores = self._processors.apply(own, [steps[row] for row in index])
+        return adjusted, _Processed(index, scores)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        steps: Sequence[SequenceStep],
+        samples: Sequence[_Sample],
+        adjusted: Collection[int],
+        processed: _Processed,
+    ) -> torch.Tensor:
+        """Returns tokens [num_samples], each from its row of logits or processed scores."""
+        which = [number for number, each in enumerate(samples) if each.row in processed.numbers]
         tokens = torch.empty(len(samples), dtype=torch.int64, device=self._device)
         if len(which) < len(samples):
             # Processed rows are also sampled here, greedily: leaving them out would copy all other
             # rows.
-            params = [_GREEDY if each.row in processed else each.params for each in samples]
+            params = [_GREEDY if each.row in processed.numbers else each.params for each in samples]
             adjustments = None
             if adjusted:
                 adjustments = self._processors.adjustments(
@@ -142,10 +171,10 @@ class Sampler:
             own = take_rows(logits, [each.row for each in samples])
             tokens = sample(own, params, [each.position for each in samples], adjustments)
         if which:
-            own = take_rows(logits, list(processed))
-            scores = self._processors.apply(own, [steps[row] for row in processed])
-            own = take_rows(scores, [processed[samples[index].row] for index in which])
-            own_samples = [samples[index] for index in which]
+            own = take_rows(
+                processed.scores, [processed.numbers[samples[number].row] for number in which]
+            )
+            own_samples = [samples[number] for number in which]
             params = [each.params for each in own_samples]
             positions = [each.position for each in own_samples]
             tokens[indices(which, self._device)] = sample(own, params, positions)
@@ -183,6 +212,7 @@ class Sampler:
         steps: Sequence[SequenceStep],
         samples: Sequence[_Sample],
         tokens: torch.Tensor,
+        processed: _Processed,
     ) -> LogprobsTensors | None:
         wanted = [index for index, each in enumerate(samples) if each.params.logprobs is not None]
         if not wanted:
@@ -194,6 +224,16 @@ class Sampler:
             if count is not None
         ]
         rows = logits[indices([samples[index].row for index in wanted], self._device)]
+        if any(samples[index].params.processed_logprobs for index in wanted):
+            rows = rows.float()
+        for number, index in enumerate(wanted):
+            each = samples[index]
+            if each.params.processed_logprobs:
+                is_processed = each.row in processed.numbers
+                own = (
+                    processed.scores[processed.numbers[each.row]] if is_processed else rows[number]
+                )
+                rows[number] = drawn_scores(own[None], [each.params])[0]
         targets = tokens[indices(wanted, self._device)]
         largest = max(count for _, _, count in sequences)
         return LogprobsTensors(
