@@ -81,6 +81,10 @@ ARROWS: dict[str, set[str]] = {
             "workers.host",
             "workers.model: checkpoint config device layers models module parallel quant registry",
         ),
+        "workers.model.costs": (
+            "workers.kv_cache",
+            "workers.model: config footprint loader quant",
+        ),
         "workers.model.sampling": (
             "workers.engine",
             "workers.model: device kernels kernels.c kernels.triton",

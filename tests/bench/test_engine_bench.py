@@ -12,14 +12,12 @@ from transformers import AutoConfig
 
 from tandem.tests.bench.engine import __main__, identity, options, report, steps
 from tandem.tests.bench.engine.compare import adapter_variants
-from tandem.tests.bench.engine.floor import Floors
 from tandem.tests.bench.engine.options import parse
 from tandem.tests.bench.engine.report import DecodeFigure
 from tandem.tests.bench.engine.shapes import (
     HF_CONFIGS,
     SHAPES,
-    decode_cost,
-    prefill_flops,
+    cost_of,
     random_weight,
 )
 from tandem.tests.bench.engine.steps import (
@@ -34,6 +32,7 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.config import Fields
+from tandem.workers.model.costs.measure import Floors
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.loader import build_model, load_weights, open_checkpoint
 from tandem.workers.model.module import WeightSlice
@@ -256,7 +255,7 @@ def test_a_model_with_states_decodes_what_its_states_hold(monkeypatch: pytest.Mo
     assert [len(tokens) for tokens in run.sampled] == [3] * (WARMUP_STEPS + 20)
     assert states.slots.any()
     config = SHAPES["tiny-hybrid"]
-    one, two = (decode_cost(config, "float32", batch, 0)[0] for batch in (1, 2))
+    one, two = (cost_of(config, "float32").decode(0, batch)[0] for batch in (1, 2))
     assert two - one == 2 * 2 * (2 * 64 * 4)  # two layers of 64 channels and 2 inputs, both ways
 
 
@@ -264,14 +263,18 @@ def test_costs_are_those_of_the_known_model() -> None:
     config = SHAPES["llama-3-8b"]
     # without the embedding's rows and the norms
     params = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
-    cost = decode_cost(config, "bfloat16", 2, 1000)
+    cost = cost_of(config, "bfloat16").decode(1000, 2)
     assert cost[0] == 2 * params + 2 * 1000 * 131_072
     assert cost[1] == 2 * (2 * params + 32 * 4 * 4096 * 1000)
     head = 128_256 * 4096
-    assert prefill_flops(config, 3) == 6 * (params - head) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 3)
+    assert cost_of(config, "bfloat16").prefill(3).flops == 6 * (
+        params - head
+    ) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 3)
     narrow = replace(config, layers=tuple(replace(layer, window=2) for layer in config.layers))
-    assert prefill_flops(narrow, 3) == 6 * (params - head) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 2)
-    assert decode_cost(narrow, "bfloat16", 1, 1000)[0] == 2 * params + 2 * 131_072
+    assert cost_of(narrow, "bfloat16").prefill(3).flops == 6 * (
+        params - head
+    ) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 2)
+    assert cost_of(narrow, "bfloat16").decode(1000, 1)[0] == 2 * params + 2 * 131_072
 
 
 def test_only_chosen_experts_are_counted() -> None:
@@ -279,15 +282,18 @@ def test_only_chosen_experts_are_counted() -> None:
     attention = 2048 * 128 * (32 + 4 + 4 + 32)
     expert = 3 * 2048 * 768
     dense = 48 * (attention + 128 * 2048) + 151_936 * 2048
-    one, many = (decode_cost(config, "bfloat16", batch, 0) for batch in (1, 10**4))
+    one, many = (cost_of(config, "bfloat16").decode(0, batch) for batch in (1, 10**4))
     assert one == (2 * (dense + 48 * 8 * expert), 2 * (dense + 48 * 8 * expert))
     assert many == (2 * (dense + 48 * 128 * expert), 10**4 * one[1])
-    assert prefill_flops(config, 1) == one[1] + 48 * 4 * 32 * 128
+    assert cost_of(config, "bfloat16").prefill(1).flops == one[1] + 48 * 4 * 32 * 128
 
 
 def test_the_floor_is_the_slower_of_memory_and_products() -> None:
     floors = Floors(read_bytes_per_s=1e9, copy_bytes_per_s=2e9, matmul_flops_per_s=1e12)
-    small, large = decode_cost(TINY, "float32", 1, 64), decode_cost(TINY, "float32", 10**6, 64)
+    small, large = (
+        cost_of(TINY, "float32").decode(64, 1),
+        cost_of(TINY, "float32").decode(64, 10**6),
+    )
     assert floors.seconds(small) == small[0] / 2e9
     slow = replace(floors, matmul_flops_per_s=1.0)
     assert slow.seconds(large) == large[1]

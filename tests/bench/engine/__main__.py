@@ -17,7 +17,6 @@ import torch
 
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.compare import adapter_variants, compare
-from tandem.tests.bench.engine.floor import BUFFER_BYTES, Floors, measure_floors
 from tandem.tests.bench.engine.options import (
     COMPARED_CACHES,
     COMPARED_WEIGHTS,
@@ -36,9 +35,8 @@ from tandem.tests.bench.engine.report import (
 )
 from tandem.tests.bench.engine.shapes import (
     HF_CONFIGS,
-    decode_cost,
+    cost_of,
     loaded_bytes,
-    prefill_flops,
     random_weight,
 )
 from tandem.tests.bench.engine.steps import (
@@ -51,6 +49,7 @@ from tandem.tests.bench.engine.steps import (
 )
 from tandem.workers.kv_cache.tables import plan_tables
 from tandem.workers.model.config import CheckpointError, Fields, ModelConfig
+from tandem.workers.model.costs.measure import BUFFER_BYTES, Floors, measure_floors
 from tandem.workers.model.device import DTYPES, enter_device
 from tandem.workers.model.footprint import CacheBytes, kv_layout
 from tandem.workers.model.loader import (
@@ -251,13 +250,8 @@ def _decode(
     context: int,
 ) -> DecodeFigure:
     run = runner.decode(batch, context, options.steps)
-    cost = decode_cost(
-        config,
-        options.dtype,
-        batch,
-        run.context,
-        options.kv_cache_dtype,
-        options.device.type,
+    cost = cost_of(config, options.dtype, options.kv_cache_dtype, options.device.type).decode(
+        run.context, batch
     )
     totals = [sum(step.values()) for step in run.steps]
     seconds = statistics.median(totals)
@@ -294,7 +288,9 @@ def _prefill(
         prompt=prompt,
         seconds=seconds,
         tokens_per_s=prompt / seconds,
-        matmul_share=prefill_flops(config, prompt) / floors.matmul_flops_per_s / seconds,
+        matmul_share=cost_of(config, options.dtype).prefill(prompt).flops
+        / floors.matmul_flops_per_s
+        / seconds,
         first_token=token,
     )
 

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import torch
 
-from tandem.tests.bench.engine.floor import synchronize
 from tandem.tests.bench.engine.steps import BLOCK_SIZE, WARMUP_STEPS
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.host.malloc import keep_freed_memory
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.costs.measure import synchronize
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 

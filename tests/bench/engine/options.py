@@ -10,10 +10,10 @@ from typing import Final
 
 import torch
 
-from tandem.tests.bench.engine.floor import BUFFER_BYTES
 from tandem.tests.bench.engine.shapes import HF_CONFIGS
 from tandem.workers.engine.config import default_chunk_tokens
 from tandem.workers.kv_cache.layout import QUANTIZED
+from tandem.workers.model.costs.measure import BUFFER_BYTES
 from tandem.workers.model.device import DTYPES
 from tandem.workers.model.registry import ROUNDED
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.tests.bench.engine.floor import Floors
 from tandem.tests.bench.engine.steps import PARTS
+from tandem.workers.model.costs.measure import Floors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
-"""Defines the benchmark's shapes without a checkpoint, random weights, and the cost of a step."""
+"""Defines the benchmark's shapes without a checkpoint, and random weights."""
 
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -11,17 +10,13 @@ from typing import Any, Final
 import torch
 
 from tandem.tests.tiny_tokenizer import make_tokenizer
-from tandem.workers.kv_cache.layout import ITEM_BYTES, KvLayout, LayerGeometry, head_bytes
+from tandem.workers.kv_cache.layout import ITEM_BYTES
 from tandem.workers.model.config import Fields, ModelConfig
-from tandem.workers.model.loader import weight_bytes, weight_shapes
+from tandem.workers.model.costs.inference import InferenceCost, inference_cost
+from tandem.workers.model.costs.sizes import model_sizes
+from tandem.workers.model.loader import weight_shapes
 from tandem.workers.model.module import WeightSlice
 from tandem.workers.model.registry import parse_model_config
-
-StepCost = tuple[int, int]
-"""The minimum bytes and FLOPs of a step.
-
-Bytes of weights and KV cache, and FLOPs of matrix products including attention.
-"""
 
 
 def _hf_config(
@@ -276,92 +271,18 @@ def write_unread_weights(folder: Path, shape: str) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def decode_cost(
-    config: ModelConfig,
-    dtype: str,
-    batch: int,
-    context: float,
-    cache_dtype: str = "auto",
-    device_type: str = "cpu",
-) -> StepCost:
-    """Returns the cost of a decode step of `batch` sequences that attend to `context` positions.
-
-    A step reads the experts that are chosen if each token chooses at random.
-    """
-    visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
-    keys = sum(
-        (2 if layer.value_dim is None else 1)
-        * layer.num_kv_heads
-        * head_bytes(layer.head_dim, dtype, cache_dtype)
-        * positions
-        for layer, positions in visible
-    )
-    layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
-    states = 2 * layout.bytes_per_state  # read, and written to another slot
-    attention = sum(_pair_flops(layer) * positions for layer, positions in visible)
-    params = _linear_params(config) + _head_params(config)
-    experts = _expert_params(config)
-    chosen = _chosen_share(config)
-    read = params - int(experts * (1 - chosen) ** batch)
-    used = params - int(experts * (1 - chosen))
-    plain = weight_bytes(replace(config, quantization={}), 1, dtype)
-    saved = (plain - weight_bytes(config, 1, dtype, device_type)) * read // params
-    return int(read * ITEM_BYTES[dtype] + batch * (keys + states)) - saved, int(
-        batch * (2 * used + attention)
-    )
-
-
-def prefill_flops(config: ModelConfig, prompt: int) -> int:
-    """Returns the FLOPs of the matrix products of a whole prefill; the head runs once."""
-    pairs = [(layer, _causal_pairs(prompt, layer.window)) for layer in config.layers]
-    attention = sum(_pair_flops(layer) * count for layer, count in pairs)
-    unused = int(_expert_params(config) * (1 - _chosen_share(config)))
-    linear = _linear_params(config) - unused
-    return 2 * prompt * linear + 2 * _head_params(config) + attention
+def cost_of(
+    config: ModelConfig, dtype: str, cache_dtype: str = "auto", device_type: str = "cpu"
+) -> InferenceCost:
+    """Returns the arithmetic of a model's inference."""
+    return inference_cost(config, model_sizes(config, dtype, device_type), dtype, cache_dtype)
 
 
 def loaded_bytes(config: ModelConfig, dtype: str, device: torch.device) -> int:
     """Returns the bytes of the loaded model and of the largest copy that loading makes."""
     params = sum(prod(shape) for shape in weight_shapes(config).values())
+    head = config.vocab_size * config.hidden_size
     if config.tie_word_embeddings and device.type == "cpu":
-        params += _head_params(config)  # the embedding's rows and the head's packed form
-    copied = max(_head_params(config), 2 * config.intermediate_size * config.hidden_size)
+        params += head  # the embedding's rows and the head's packed form
+    copied = max(head, 2 * config.intermediate_size * config.hidden_size)
     return (params + copied) * ITEM_BYTES[dtype]
-
-
-def _linear_params(config: ModelConfig) -> int:
-    shapes = weight_shapes(config).items()
-    return sum(
-        prod(shape)
-        for name, shape in shapes
-        if ".layers." in name and len(shape) in (2, 3) and shape[1] > 1
-    )
-
-
-def _expert_params(config: ModelConfig) -> int:
-    """Returns the parameters of all routed experts; 0 if transformers' code routes to them."""
-    if config.experts is None:
-        return 0
-    return sum(prod(shape) for name, shape in weight_shapes(config).items() if ".experts." in name)
-
-
-def _chosen_share(config: ModelConfig) -> float:
-    """Returns the share of a layer's experts that a token chooses."""
-    return config.experts.num_chosen / config.experts.num_experts if config.experts else 1.0
-
-
-def _head_params(config: ModelConfig) -> int:
-    return config.vocab_size * config.hidden_size
-
-
-def _pair_flops(layer: LayerGeometry) -> int:
-    """Returns the FLOPs of all heads' attention of one token to one key."""
-    if not layer.keeps_tokens:
-        return 0
-    return 2 * layer.num_heads * (layer.head_dim + (layer.value_dim or layer.head_dim))
-
-
-def _causal_pairs(num_tokens: int, window: int | None) -> int:
-    """Returns the number of (query, key) pairs that a causal layer computes."""
-    seen = min(num_tokens, window or num_tokens)
-    return seen * (seen + 1) // 2 + (num_tokens - seen) * seen

@@ -10,7 +10,6 @@ from typing import Final
 
 import torch
 
-from tandem.tests.bench.engine.floor import synchronize
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, NewTokens
@@ -28,6 +27,7 @@ from tandem.workers.kv_cache.tables import TableSpec
 from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.attention.quantized_cache import quantize
 from tandem.workers.model.config import ModelConfig
+from tandem.workers.model.costs.measure import synchronize
 from tandem.workers.model.device import DTYPES
 from tandem.workers.model.footprint import state_tokens
 from tandem.workers.model.kv.store import PagedKv

@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar
 import psutil
 import torch
 
-from tandem.tests.bench.engine.floor import best_seconds
 from tandem.tests.bench.engine.shapes import SHAPES, random_weight
 from tandem.tests.bench.engine.steps import BenchRunner
 from tandem.workers.model.config import ModelConfig
+from tandem.workers.model.costs.measure import best_seconds
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ from typing import Final
 import torch
 
 from tandem import workers
-from tandem.tests.bench.engine.floor import matmul_rate, measure_memory
 from tandem.tests.bench.gpu.bench import NEEDS_GPU, Bench, Stopwatch
 from tandem.tests.paths import ROOT
 from tandem.tests.suite import read_failures, run_pytest
 from tandem.tests.workers.model.helpers import Driver, prompt
 from tandem.workers.engine.plan import PENDING_TOKEN, SequenceStep, StepPlan
+from tandem.workers.model.costs.measure import matmul_rate, measure_memory
 from tandem.workers.model.runner import ModelRunner
 
 _PACKAGES: Final = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "llguidance")

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from tandem.tests.bench.engine.floor import linear_shapes
 from tandem.tests.bench.gpu.bench import Bench
+from tandem.workers.model.costs.measure import linear_shapes
 from tandem.workers.model.kernels.triton.int4 import restore
 from tandem.workers.model.kernels.triton.linear import linear
 from tandem.workers.model.quant.int4 import pack

@@ -6,10 +6,10 @@ from typing import Any, Final
 
 from torch.profiler import ProfilerActivity, profile
 
-from tandem.tests.bench.engine.floor import synchronize
 from tandem.tests.bench.engine.steps import blocks_for
 from tandem.tests.bench.gpu.bench import NEEDS_GPU, Bench
 from tandem.tests.workers.model.helpers import Driver, prompt
+from tandem.workers.model.costs.measure import synchronize
 
 _MAX_KERNELS: Final = 12
 _STEPS: Final = 10

@@ -1,4 +1,4 @@
-"""Measures the floors of a step on this device: memory bandwidth and rate of matrix products."""
+"""Measures the limits of this device: memory bandwidth and rate of matrix products."""
 
 import functools
 from collections.abc import Callable
@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional
 from torch.utils.benchmark import Timer
 
-from tandem.tests.bench.engine.shapes import StepCost
-from tandem.workers.model.config import ModelConfig
-from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
+from ..config import ModelConfig
+from ..quant.unquantized import UnquantizedLinearMethod
+from .inference import Work
+from .roofline import Roofline
 
 BUFFER_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 31}  # several times the largest cache
 _TIMED_SECONDS: Final = 0.2  # the default for each function
@@ -26,13 +27,17 @@ class Floors:
     matmul_flops_per_s: float  # over the shapes of one decoder layer, a chunk's tokens
 
     @property
+    def roofline(self) -> Roofline:
+        """Returns the limits of the device."""
+        return Roofline(bytes_per_s=self.bytes_per_s, flops_per_s=self.matmul_flops_per_s)
+
+    @property
     def bytes_per_s(self) -> float:
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
-    def seconds(self, cost: StepCost) -> float:
-        """Returns the roofline: the longer time of moving the bytes and computing the products."""
-        num_bytes, flops = cost
-        return max(num_bytes / self.bytes_per_s, flops / self.matmul_flops_per_s)
+    def seconds(self, work: Work) -> float:
+        """Returns the least time of some work, as `Roofline.seconds`."""
+        return self.roofline.seconds(work)
 
 
 def synchronize(device: torch.device) -> None:
