@@ -242,7 +242,7 @@ class TandemConfig(BaseModel):
     # With vLLM's names; auto finds the parser in the chat template.
     tool_call_parser: ToolCallParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
-    # In place of the model's: the text, or a file that is read where the configuration is.
+    # In place of the model's: the text, a file that is read where the configuration is, or a name.
     chat_template: ChatTemplate | None = None
     speculative: SpeculativeConfig | None = None  # None: a step makes one token of a sequence
     # Transports of KV cache between workers, preferred to gRPC in this order; two workers use the

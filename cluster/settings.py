@@ -258,7 +258,8 @@ SETTINGS: Final = (
         name="chat_template",
         keys=("chat_template",),
         vllm=("chat_template",),
-        help="A file, or the template itself in one line, in place of the model's chat template.",
+        help="Replaces the model's chat template: a file, the template itself in one line, or a "
+        "name such as chatml, llama-3 or alpaca.",
     ),
     Setting(
         name="adapters",

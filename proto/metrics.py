@@ -394,6 +394,17 @@ GPU_UTILIZATION = _gauge(
     "Share of the time in which the GPU computes, 0 to 1; absent where NVML cannot read it.",
     worker=True,
 )
+CPU_POWER = _gauge(
+    "tandem_cpu_power_watts",
+    "Power of all CPU packages of the worker's host, the same for all workers of a host; absent "
+    "where RAPL cannot be read.",
+    worker=True,
+)
+GPU_POWER = _gauge(
+    "tandem_gpu_power_watts",
+    "Power of the worker's GPU; absent where NVML cannot read it.",
+    worker=True,
+)
 
 METRICS: Final = tuple(_table)
 

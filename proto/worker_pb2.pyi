@@ -391,7 +391,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_requests", "integrity_ok", "transports", "num_recomputed_tokens", "num_tasks", "num_draft_tokens", "num_accepted_tokens", "num_restored_tokens")
+    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_requests", "integrity_ok", "transports", "num_recomputed_tokens", "num_tasks", "num_draft_tokens", "num_accepted_tokens", "num_restored_tokens", "cpu_power_watts", "gpu_power_watts")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +411,8 @@ class GetStatusResponse(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CPU_POWER_WATTS_FIELD_NUMBER: _ClassVar[int]
+    GPU_POWER_WATTS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     num_sessions: int
     num_leases: int
@@ -423,7 +425,9 @@ class GetStatusResponse(_message.Message):
     num_draft_tokens: int
     num_accepted_tokens: int
     num_restored_tokens: int
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., num_recomputed_tokens: _Optional[int] = ..., num_tasks: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_restored_tokens: _Optional[int] = ...) -> None: ...
+    cpu_power_watts: float
+    gpu_power_watts: float
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., num_recomputed_tokens: _Optional[int] = ..., num_tasks: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_restored_tokens: _Optional[int] = ..., cpu_power_watts: _Optional[float] = ..., gpu_power_watts: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_seconds",)

@@ -349,6 +349,7 @@ RULES: list[Rule] = [
 
 
 DATA_PACKAGES = {
+    "tandem.cluster.chat_templates",
     "tandem.router.api.console.static",
     "tandem.workers.model.kernels.c.attention",
     "tandem.workers.model.kernels.c.linear",

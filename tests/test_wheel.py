@@ -12,7 +12,7 @@ import pytest
 
 from tandem.tests.source import ROOT
 
-_DATA_SUFFIXES = {".c", ".h", ".js", ".css", ".html", ".svg", ".proto", ".pyi"}
+_DATA_SUFFIXES = {".c", ".h", ".js", ".css", ".html", ".svg", ".jinja", ".proto", ".pyi"}
 _BUILD = (
     "import sys, setuptools.build_meta as backend; target = sys.argv[1]; "
     "backend.build_wheel(target); backend.build_sdist(target)"  # the first changes sys.argv

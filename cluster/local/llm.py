@@ -84,7 +84,7 @@ class LocalSettings(TypedDict, total=False):
     enable_prefix_caching: bool
     num_threads: int | None  # of each process; None shares the cores
     numerics: str  # exact or fast, as in the configuration of a service
-    # In place of the model's: a file, or the template itself.
+    # In place of the model's: a file, the template itself, or a name as of `--chat-template`.
     chat_template: str | os.PathLike[str] | None
     generation_config: str  # auto: parameters that are absent are the model's own; or none
     served_model_name: str | None  # the name of the model in the requests of a batch

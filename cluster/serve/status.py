@@ -187,8 +187,12 @@ async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict
 
 
 def _scalars(message: Message) -> dict[str, Any]:
-    """Returns the scalar fields of a message by name; bytes as hex digits."""
-    names = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
+    """Returns the scalar fields of a message by name, without absent ones; bytes as hex digits."""
+    names = [
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.message_type is None and (not field.has_presence or message.HasField(field.name))
+    ]
     values = {name: getattr(message, name) for name in names}
     return {
         name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()

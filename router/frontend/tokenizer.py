@@ -330,7 +330,9 @@ class Tokenizer:
         source = self.chat_template(tools=bool(active_tools(chat)))
         if not source:
             raise InvalidArgument(
-                "the model has no chat template; send text or token ids", "prompt.chat"
+                "the model has no chat template; send text or token ids, or serve the model with "
+                "--chat-template",
+                "prompt.chat",
             )
         variables = {**self._template.special_tokens_map, **variables, "chat_template": source}
         return render(

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.chat_template import read_chat_template
+from tandem.cluster.chat_template import NAMES, read_chat_template
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.store.checked import checked_folder
 from tandem.cluster.text_files import MAX_FILE_BYTES
 from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend.template import RENDERER, render
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.cluster.test_from_vllm import served
 from tandem.tests.router.frontend.test_chat import chat
@@ -63,9 +64,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     contents = {"empty": b" \n", "bytes": b"\xff\xfe", "large": b"x" * (MAX_FILE_BYTES + 1)}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
+    absent = (
+        "No such file or directory, and no template has this name: alpaca, chatml, gemma, llama-2, "
+        "llama-3, mistral, phi-3, vicuna, zephyr"
+    )
     reasons = {
-        "absent": "No such file or directory",
-        "{absent}": "No such file or directory",
+        "absent": absent,
+        "{absent}": absent,
         "": "Is a directory",
         "empty": "is empty",
         "bytes": "not UTF-8",
@@ -141,3 +146,67 @@ def test_the_format_of_calls_is_found_in_the_template(folder: Path) -> None:
         Tokenizer.load(folder, chat_template=template).call_format for template in (SHOUT, mistral)
     }
     assert len(found) == 2
+
+
+TURNS = (("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "Who?"))
+RENDERED = {  # as in the papers and the model cards; the tokens are those of the tiny tokenizer
+    "alpaca": "<bos>Be brief.\n\n### Instruction:\nHi\n\n### Response:\nHello.<eos>\n\n"
+    "### Instruction:\nWho?\n\n### Response:\n",
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "gemma": "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
+    "Hello.<end_of_turn>\n<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\n",
+    "llama-2": "<bos>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello. <eos>"
+    "<bos>[INST] Who? [/INST]",
+    "llama-3": "<bos><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nHello.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nWho?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": "<bos>[INST] Be brief.\n\nHi [/INST] Hello.<eos>[INST] Who? [/INST]",
+    "phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello.<|end|>\n"
+    "<|user|>\nWho?<|end|>\n<|assistant|>\n",
+    "vicuna": "<bos>Be brief. USER: Hi ASSISTANT: Hello.<eos>USER: Who? ASSISTANT:",
+    "zephyr": "<|system|>\nBe brief.<eos>\n<|user|>\nHi<eos>\n<|assistant|>\nHello.<eos>\n"
+    "<|user|>\nWho?<eos>\n<|assistant|>\n",
+}
+
+
+def rendered(name: str, *turns: tuple[str, str], bos: str | None = "<bos>") -> str:
+    tokens = {} if bos is None else {"bos_token": bos}
+    return render(
+        RENDERER,
+        {
+            "conversations": [[{"role": role, "content": text} for role, text in turns]],
+            "chat_template": read_chat_template(name),
+            "add_generation_prompt": True,
+            "eos_token": "<eos>",
+            **tokens,
+        },
+        max_characters=10_000,
+        seconds=30.0,
+    )
+
+
+@pytest.mark.io
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_template_renders_as_published(name: str) -> None:
+    assert rendered(name, *TURNS) == RENDERED[name]
+    # A tokenizer may have no beginning token, and a chat no system message.
+    assert "Hi" in rendered(name, ("user", "Hi"), bos=None)
+    assert "Be brief." not in rendered(name, *TURNS[1:])
+
+
+@pytest.mark.io
+def test_a_name_serves_chats_of_a_model_without_a_template(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    assert not list(folder.glob("chat_template*"))
+    (tmp_path / "chatml").write_text(SHOUT)
+    monkeypatch.chdir(tmp_path)
+    config = served(monkeypatch, "--chat-template", "chatml")
+    assert config == served(monkeypatch, "--chat-template", read_chat_template("chatml"))
+    assert config_with("./chatml").chat_template == SHOUT
+    assert checked_folder(config_with("chatml", folder)) == folder

@@ -5,13 +5,18 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto.metrics import (
     BLOCKS,
+    CPU_POWER,
     GPU_MEMORY,
+    GPU_POWER,
     GPU_UTILIZATION,
     KV_FAILURES,
     LEASES,
@@ -27,11 +32,12 @@ from tandem.proto.metrics import (
 )
 from tandem.proto.worker_pb2 import Cancel, Suspend
 from tandem.tests.fleet import fake_rank, fleet
-from tandem.tests.peers import peer_channel
+from tandem.tests.peers import IDENTITY, peer_channel
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, idle, submit
+from tandem.tests.workers.test_power import Host
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.serve.stats import WorkerStats
@@ -110,6 +116,7 @@ async def test_a_part_of_a_gpu_reports_what_it_can_read_and_logs_once(
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 10))
     monkeypatch.setattr(torch.cuda, "utilization", fail)
+    monkeypatch.setattr(torch.cuda, "power_draw", fail)
     figures = Figures()
     worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode")
     stats = WorkerStats(
@@ -126,12 +133,48 @@ async def test_a_part_of_a_gpu_reports_what_it_can_read_and_logs_once(
     assert figures.values[GPU_MEMORY, ("free",)] == 3
     assert figures.values[GPU_MEMORY, ("used",)] == 7
     assert (GPU_UTILIZATION, ()) not in figures.values
-    (record,) = caplog.records
-    assert str(error) in record.message
+    assert (GPU_POWER, ()) not in figures.values
+    assert stats.gpu_watts is None
+    of_utilization, of_power = caplog.records
+    assert str(error) in of_utilization.message
+    assert str(error) in of_power.message
     monkeypatch.setattr(torch.cuda, "utilization", lambda: 40)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: 215_500)
     stats.report(figures)
     assert figures.values[GPU_UTILIZATION, ()] == 0.4
+    assert figures.values[GPU_POWER, ()] == 215.5
     await worker.stop()
+
+
+async def test_power_is_reported_only_where_it_is_known(tmp_path: Path) -> None:
+    figures = Figures()
+    worker = await Worker.serve(
+        fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures
+    )
+    host = Host(tmp_path)
+    worker._stats.cpu_power = host.power()
+    for joules in (0, 30):
+        status = await described(worker)
+        assert not {"cpu_power_watts", "gpu_power_watts"} & status.keys()
+        assert (CPU_POWER, ()) not in figures.values
+        host.count(joules * 1_000_000, 0)
+        await worker.report_metrics(with_integrity=False)
+        host.now += 2.0
+    assert figures.values[CPU_POWER, ()] == 15.0
+    status = await described(worker)
+    assert status["cpu_power_watts"] == 15.0
+    assert "gpu_power_watts" not in status
+    await worker.stop()
+
+
+async def described(worker: Worker) -> dict[str, Any]:
+    statuses = WorkerStatuses(lambda: [worker.info()], IDENTITY)
+    try:
+        (status,) = await statuses.get()
+    finally:
+        await statuses.close()
+    assert status["state"] == "ready"
+    return status
 
 
 @pytest.mark.parametrize("kind", ["blocks", "states"])

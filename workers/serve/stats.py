@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -11,7 +11,9 @@ import torch
 from ...proto import worker_pb2
 from ...proto.metrics import (
     BLOCKS,
+    CPU_POWER,
     GPU_MEMORY,
+    GPU_POWER,
     GPU_UTILIZATION,
     GRAPH_REPLAYS,
     LEASES,
@@ -22,11 +24,13 @@ from ...proto.metrics import (
     TRANSFERS,
     Metrics,
 )
+from ..host.power import CpuPower
 from ..tp.kv_group import KvGroup
 
 logger = logging.getLogger(__name__)
 
 _PERCENT: Final = 100.0
+_MILLIWATTS: Final = 1_000.0  # in a watt
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,8 +43,12 @@ class WorkerStats:
     steps: deque[tuple[float, int]]  # see `Watchdog`
     num_graph_replays: Callable[[], int]
     on_gpu: bool
+    cpu_power: CpuPower = field(default_factory=CpuPower)
+    # As of the last report; None: not known.
+    cpu_watts: float | None = None
+    gpu_watts: float | None = None
     _num_reported: int = 0  # graph replays
-    _has_warned: bool = False  # that the utilization cannot be read
+    _unread: set[str] = field(default_factory=set)  # the figures of NVML that could not be read
 
     def report(self, metrics: Metrics) -> None:
         """Reports the current state and the steps since the last call."""
@@ -58,6 +66,9 @@ class WorkerStats:
             metrics.observe(STEP_SECONDS, seconds)
             if num_tokens:
                 metrics.observe(STEP_TOKENS, num_tokens)
+        self.cpu_watts = self.cpu_power.watts()
+        if self.cpu_watts is not None:
+            metrics.set(CPU_POWER, self.cpu_watts)
         if self.on_gpu:
             self._report_gpu(metrics)
 
@@ -70,21 +81,28 @@ class WorkerStats:
         free, total = torch.cuda.mem_get_info()
         metrics.set(GPU_MEMORY, free, state="free")
         metrics.set(GPU_MEMORY, total - free, state="used")
-        try:
-            utilization = torch.cuda.utilization() / _PERCENT
-        except Exception as error:
-            # pynvml's errors derive from Exception alone, and pynvml may be absent. Only this
-            # figure comes from NVML: an error of CUDA, as in mem_get_info, still ends the worker.
-            self._warn_once(error)
-        else:
-            metrics.set(GPU_UTILIZATION, utilization)
+        percent = self._read_nvml("utilization", torch.cuda.utilization)
+        if percent is not None:
+            metrics.set(GPU_UTILIZATION, percent / _PERCENT)
+        milliwatts = self._read_nvml("power", torch.cuda.power_draw)
+        self.gpu_watts = None if milliwatts is None else milliwatts / _MILLIWATTS
+        if self.gpu_watts is not None:
+            metrics.set(GPU_POWER, self.gpu_watts)
 
-    def _warn_once(self, error: Exception) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "the utilization of the GPU cannot be read, as on a part of a GPU or without the "
-                "package nvidia-ml-py: %s: %s",
-                type(error).__name__,
-                error,
-            )
+    def _read_nvml(self, name: str, read: Callable[[], int]) -> int | None:
+        """Returns a figure of NVML, or None if it cannot be read, which is logged once."""
+        try:
+            return read()
+        except Exception as error:
+            # pynvml's errors derive from Exception alone, and pynvml may be absent. Only these
+            # figures come from NVML: an error of CUDA, as in mem_get_info, still ends the worker.
+            if name not in self._unread:
+                self._unread.add(name)
+                logger.warning(
+                    "the %s of the GPU cannot be read, as on a part of a GPU or without the "
+                    "package nvidia-ml-py: %s: %s",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
+            return None

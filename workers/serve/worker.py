@@ -413,6 +413,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_draft_tokens=self._engine.requests.num_draft_tokens,
             num_accepted_tokens=self._engine.requests.num_accepted_tokens,
             num_restored_tokens=self._engine.requests.num_loaded_tokens,
+            cpu_power_watts=self._stats.cpu_watts,
+            gpu_power_watts=self._stats.gpu_watts,
         )
 
     async def _check_integrity(self) -> bool:

@@ -41,6 +41,7 @@ export function rate(value) {
   return value > 0 && value < 10 ? value.toFixed(1) : grouped.format(value);
 }
 
+export const watts = (value) => `${value.toFixed(value < 10 ? 1 : 0)} W`;
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(0)} %` : NONE);
 export const clock = (unixSeconds) => clockTime.format(new Date(1000 * unixSeconds));
 

@@ -3,7 +3,7 @@
 
 import { Chart } from "./chart.js";
 import { byId, h, keyed, setAttribute, setStyle, setText } from "./dom.js";
-import { axisSeconds, count, plural, rate, seconds, shortId } from "./format.js";
+import { axisSeconds, count, plural, rate, seconds, shortId, watts } from "./format.js";
 
 const RECENT = 10; // samples that the current figures use
 const BLOCKS = [
@@ -156,7 +156,7 @@ function createWorker(worker) {
       h("small"),
     ),
     cell("transfers", "Transfers", h("b"), h("small")),
-    cell("step", "Step", h("b")),
+    cell("step", "Step", h("b"), h("small")),
     cell("transports", "Pulls by", h("span")),
     cell("epoch", "Ranks · epoch", h("span")),
   );
@@ -204,6 +204,11 @@ function updateWorker(node, worker) {
   setText(transfers.children[0], count(worker.num_transfers));
   setText(transfers.children[1], worker.load ? plural(worker.num_leases, "lease") : "");
   setText(step.firstChild, load.step_seconds ? seconds(load.step_seconds) : "–");
+  const power = [
+    ["CPU", worker.cpu_power_watts], // of the host, also of other workers
+    ["GPU", worker.gpu_power_watts],
+  ].filter(([, value]) => value !== undefined);
+  setText(step.lastChild, power.map(([unit, value]) => `${unit} ${watts(value)}`).join(" · "));
   setText(transports.firstChild, [...new Set(Object.values(worker.transports))].join(", ") || "–");
   setAttribute(
     transports.firstChild,
