@@ -16,11 +16,11 @@ from ..text_files import read_text
 from .options import check_choice
 
 SCHEMES: Final = ("int8", "int4")
-METHODS: Final = ("rtn", "gptq")
+METHODS: Final = ("rtn", "gptq", "awq")
 _GROUP_SIZE: Final = 64  # of int4
 _WINDOW: Final = 2_048  # tokens
 _CHARACTERS: Final = 100_000  # of the default text for perplexity
-_CALIBRATION_CHARACTERS: Final = 200_000  # of the default text for gptq
+_CALIBRATION_CHARACTERS: Final = 200_000  # of the default text for calibration
 _DOCSTRING_CHARACTERS: Final = 500  # the minimum of a docstring in it: short ones repeat each other
 
 model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
@@ -55,12 +55,13 @@ def quantize(
         typer.Option(min=8, help="Inputs that share a scale: by default 64 in int4, all in int8."),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="rtn: round to nearest; gptq: calibrate the layers with a text.")
+        str,
+        typer.Option(help="rtn: round to nearest; gptq, awq: calibrate the layers with a text."),
     ] = "rtn",
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="A text for gptq, similar to later prompts; by default docstrings of Python."
+            help="A text for gptq or awq, like later prompts; by default docstrings of Python."
         ),
     ] = None,
     text: Annotated[
@@ -70,16 +71,16 @@ def quantize(
     """Quantize the linear weights of MODEL and print the perplexity of a text before and after.
 
     Writes OUT in the format of compressed-tensors. Embeddings, norms and the head are not changed.
-    The texts for gptq and for perplexity should be different ones.
+    The texts for calibration and for perplexity should be different ones.
     """
     check_choice("--scheme", scheme, SCHEMES)
     check_choice("--method", method, METHODS)
-    if method != "gptq" and calibration is not None:
-        raise InvalidArgument("needs --method gptq", "--calibration")
+    if method == "rtn" and calibration is not None:
+        raise InvalidArgument("needs --method gptq or awq", "--calibration")
     if group_size is not None and group_size % 8:
         raise InvalidArgument("must be a multiple of 8", "--group-size")
     seen = None
-    if method == "gptq":
+    if method != "rtn":
         seen = (
             _python_docstrings() if calibration is None else read_text(calibration, "--calibration")
         )
@@ -102,6 +103,7 @@ def quantize(
             made,
             seen,
             lambda done, total: update(completed=done, total=total),
+            method="awq" if method == "awq" else "gptq",
         )
     after = _perplexity(out, measured)
     change = 100 * (after / before - 1)

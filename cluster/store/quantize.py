@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -20,6 +20,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.home import TOKENIZER_FILE, tokenizer_file
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
+from .awq import round_by_awq
 from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest
 
 BITS: Final = {"int8": 8, "int4": 4}
@@ -120,12 +121,14 @@ def quantize_model(
     scheme: QuantizationScheme,
     calibration: str | None = None,
     on_layer: OnLayer = lambda done, total: None,
+    *,
+    method: Literal["gptq", "awq"] = "gptq",
 ) -> None:
-    """Writes the model of `folder` to `out`, rounded to nearest or, with a text, by GPTQ.
+    """Writes the model of `folder` to `out`, rounded to nearest or, with a text, by a `method`.
 
-    `calibration`: the text for GPTQ. `out` must not exist. Rounds the linear maps of the layers;
-    embeddings, norms and the head stay unchanged. Raises CheckpointError for a model that cannot be
-    rounded, InvalidArgument for an argument that does not fit it.
+    `calibration`: the text for GPTQ or AWQ. `out` must not exist. Rounds the linear maps of the
+    layers; embeddings and the head stay unchanged, and norms except by AWQ. Raises CheckpointError
+    for a model that cannot be rounded, InvalidArgument for an argument that does not fit it.
     """
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
@@ -150,14 +153,10 @@ def quantize_model(
     for name in names:
         if not tensors[f"{name}.weight"].isfinite().all():
             raise CheckpointError(f"{name}.weight: contains NaN or infinite numbers")
-    if calibration is None:
-        for name in names:
-            weight = tensors.pop(f"{name}.weight")
-            tensors |= scheme.tensors(name, round_to_nearest(weight, scheme.grid(weight.shape[1])))
-    else:
-        for name, rounded in _round_layers(folder, names, scheme, calibration, on_layer):
-            del tensors[f"{name}.weight"]
-            tensors |= scheme.tensors(name, rounded)
+    rounded = _rounded(folder, tensors, names, scheme, calibration, method, on_layer)
+    for name in names:
+        del tensors[f"{name}.weight"]
+        tensors |= scheme.tensors(name, rounded[name])
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         made = Path(scratch) / "model"
@@ -187,23 +186,57 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
     path.write_text(json.dumps(fields, indent=2), encoding="utf-8")
 
 
-def _round_layers(
-    folder: Path, names: list[str], scheme: QuantizationScheme, calibration: str, on_layer: OnLayer
-) -> Iterator[tuple[str, Rounded]]:
-    """Yields the linear maps rounded by GPTQ, each as soon as its inputs are known.
-
-    Its inputs are the activations of the calibration text after the rounded maps before it, also of
-    its own layer.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def _rounded(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    names: list[str],
+    scheme: QuantizationScheme,
+    calibration: str | None,
+    method: str,
+    on_layer: OnLayer,
+) -> dict[str, Rounded]:
+    """Returns the rounded weights by name. AWQ also replaces norms and biases in `tensors`."""
+    if calibration is None:
+        return {
+            name: round_to_nearest(weight, scheme.grid(weight.shape[1]))
+            for name in names
+            for weight in (tensors[f"{name}.weight"],)
+        }
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
-    ids = tokenizer(calibration, return_tensors="pt").input_ids[0][
+    sequences = _sequences(folder, calibration, model.config.max_position_embeddings)
+    if method == "gptq":
+        return _round_by_gptq(model, sequences, names, scheme, on_layer)
+    dtype = tensors[f"{names[0]}.weight"].dtype
+    found = round_by_awq(model, sequences, names, scheme.grid, dtype, on_layer)
+    tensors |= found.changed
+    return found.rounded
+
+
+def _sequences(folder: Path, calibration: str, context_tokens: int) -> torch.Tensor:
+    """Returns the tokens of a calibration text, [sequences, tokens]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids: torch.Tensor = tokenizer(calibration, return_tensors="pt").input_ids[0][
         : _SEQUENCE_TOKENS * _MAX_SEQUENCES
     ]
-    length = min(_SEQUENCE_TOKENS, model.config.max_position_embeddings)
+    length = min(_SEQUENCE_TOKENS, context_tokens)
     if len(ids) < length:
         raise InvalidArgument(f"has {len(ids)} tokens; the minimum is {length}", "--calibration")
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def _round_by_gptq(
+    model: Any,
+    sequences: torch.Tensor,  # [sequences, tokens]
+    names: list[str],
+    scheme: QuantizationScheme,
+    on_layer: OnLayer,
+) -> dict[str, Rounded]:
+    """Returns the linear maps rounded by GPTQ.
+
+    The inputs of a map are the activations of the sequences after the rounded maps before it, also
+    of its own layer.
+    """
     found: dict[str, Rounded] = {}
     inputs = _Inputs()
     for name in names:
@@ -211,10 +244,9 @@ def _round_layers(
     layers = model.get_decoder().layers
     for index, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, done=index + 1: on_layer(done, len(layers)))
-    sequences = ids[: len(ids) // length * length].view(-1, length)
     with torch.no_grad():
         model.get_decoder()(input_ids=torch.cat((sequences, sequences)), use_cache=False)
-    yield from found.items()
+    return found
 
 
 def _round_when_called(

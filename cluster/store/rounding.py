@@ -65,6 +65,19 @@ def round_to_nearest(weight: torch.Tensor, grid: Grid) -> Rounded:
     )
 
 
+def round_to_best_range(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> Rounded:
+    """Rounds a weight [outputs, inputs]; each group's range is that with the least errors.
+
+    `importance` [inputs] weighs the squared error of each input.
+    """
+    groups = weight.float().reshape(len(weight), -1, grid.group_size)
+    scales, zeros = _search(weight.float(), importance, grid)
+    numbers = _nearest(groups, scales[..., None], zeros[..., None], grid).flatten(1)
+    return Rounded(
+        numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8)
+    )
+
+
 def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Rounded:
     """Rounds a weight [outputs, inputs] by GPTQ.
 

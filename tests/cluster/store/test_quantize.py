@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
-from tandem.cluster.store import rounding
+from tandem.cluster.store import awq, rounding
 from tandem.cluster.store.quantize import QuantizationScheme, _Inputs, quantize_model
 from tandem.cluster.store.rounding import Grid, damp, round_by_gptq, round_to_nearest
 from tandem.proto.errors import InvalidArgument
@@ -193,16 +193,21 @@ def read_back(out: Path, plain: Path, scheme: QuantizationScheme) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("calibration", [None, TEXT])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_folder_has_the_tokens_of_its_numbers(
-    plain: Path, tmp_path: Path, name: str, calibration: str | None
+    plain: Path, tmp_path: Path, name: str, method: str
 ) -> None:
     out, scheme, layers = tmp_path / "out", SCHEMES[name], []
     quantize_model(
-        plain, out, scheme, calibration, lambda done, total: layers.append((done, total))
+        plain,
+        out,
+        scheme,
+        None if method == "rtn" else TEXT,
+        lambda done, total: layers.append((done, total)),
+        method="awq" if method == "awq" else "gptq",
     )
-    assert layers == ([(1, 2), (2, 2)] if calibration else [])
+    assert layers == ([] if method == "rtn" else [(1, 2), (2, 2)])
     runner = load(out)
     expected = reference_greedy(reference(read_back(out, plain, scheme)), prompt(30), 12)
     assert Driver(runner).generate(1, prompt(30), 12) == expected
@@ -291,12 +296,58 @@ def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
     check_checkpoint(out)
 
 
+def outliers(folder: Path, like: Path) -> Path:
+    """Copies a tiny model, and makes the third input of the attention layers 20 times as large."""
+    shutil.copytree(like, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith("input_layernorm.weight"):
+            offset = 1 if "gemma" in (folder / "config.json").read_text() else 0
+            tensor[2] = 20 * (tensor[2] + offset) - offset
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "phi3"])
+def test_awq_loses_less_than_rounding_to_nearest_where_some_inputs_are_large(
+    family: str, tmp_path: Path
+) -> None:
+    """Compares the hidden states of the folders' weights, as their format defines them."""
+    plain = outliers(tmp_path / "plain", make_tiny_model(tmp_path / "tiny", family))
+    ids = torch.tensor([prompt(200)])
+    errors = []
+    for method in ("awq", "rtn"):
+        out = tmp_path / method / "out"
+        quantize_model(plain, out, SCHEMES["int4"], TEXT if method == "awq" else None, method="awq")
+        outputs = []
+        for folder in (plain, read_back(out, plain, SCHEMES["int4"])):
+            with torch.no_grad():
+                outputs.append(reference(folder)(input_ids=ids).logits)
+        errors.append(float((outputs[1] - outputs[0]).norm()))
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_awq_refuses_a_model_that_scaling_would_change(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(awq._Layers, "_shrink_norm", lambda self, name, scales: scales)
+    with pytest.raises(CheckpointError, match="do not compute the same"):
+        quantize_model(
+            outliers(tmp_path / "plain", plain),
+            tmp_path / "out",
+            SCHEMES["int4"],
+            TEXT,
+            method="awq",
+        )
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (["--scheme", "int3"], "--scheme: must be one of int8, int4"),
-        (["--method", "awq"], "--method: must be one of rtn, gptq"),
-        (["--calibration", "text"], "--calibration: needs --method gptq"),
+        (["--method", "smooth"], "--method: must be one of rtn, gptq, awq"),
+        (["--calibration", "text"], "--calibration: needs --method gptq or awq"),
         (["--group-size", "12"], "--group-size: must be a multiple of 8"),
     ],
 )
