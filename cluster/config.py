@@ -56,8 +56,9 @@ HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
 _REVISION: Final = r"^([\w.-]+/[\w.-]+)@.*"  # of a hub id
 PoolRole = Literal["prefill", "decode"]
+_NUMBERS: Final = ("dtype", "quantization", "kv_cache_dtype", "numerics")
 Quantization = Literal["int8", "int4", "fp8"]
-KvCacheDtype = Literal["auto", "int8", "fp8"]
+KvCacheDtype = Literal["auto", "int8", "fp8", "int4"]
 Numerics = Literal["exact", "fast"]
 ModelImpl = Literal["auto", "tandem", "transformers"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
@@ -433,7 +434,7 @@ def _line(entry: Mapping[str, Any]) -> str:
         case "missing":
             text = "missing"
         case "extra_forbidden":
-            text = f"unknown key{_suggestion(path)}"
+            text = _same_in_pools(path) or f"unknown key{_suggestion(path)}"
         case "dict_type" | "model_type":
             text = f"must hold keys and values, got {_shorten(entry['input'])}"
         case "tuple_type":
@@ -447,6 +448,17 @@ def _line(entry: Mapping[str, Any]) -> str:
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _same_in_pools(path: tuple[int | str, ...]) -> str:
+    """Returns why a pool cannot have a setting that decides its numbers, else an empty text."""
+    if path[0] not in get_args(PoolRole) or path[1:] not in [(name,) for name in _NUMBERS]:
+        return ""
+    return (
+        f"must be the same in both pools, set {path[1]} without the pool: after a fault, the "
+        "decode pool computes a prompt again, and with other numbers a stream could continue with "
+        "other tokens"
+    )
 
 
 def _suggestion(path: tuple[int | str, ...]) -> str:

@@ -131,7 +131,7 @@ SETTINGS: Final = (
         name="kv_cache_dtype",
         keys=("kv_cache_dtype",),
         vllm=("kv_cache_dtype",),
-        help="The numbers of the KV cache: auto (--dtype), int8 or fp8.",
+        help="The numbers of the KV cache: auto (--dtype), int8, fp8, or int4 (CPUs).",
     ),
     Setting(
         name="kv_cache_gb",

@@ -140,7 +140,7 @@ def rank_memory(
     try:
         check_device(config, device)
         check_config_split(config, tp)
-        check_cache_dtype(config, kv_cache_dtype)
+        check_cache_dtype(config, kv_cache_dtype, device)
     except ValueError as error:
         field, reason = str(error).split(": ", 1)
         raise InvalidArgument(reason, f"--{field.replace('_', '-')}") from None

@@ -54,7 +54,8 @@ def memory_command(
         ),
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8 or fp8.")
+        str,
+        typer.Option(help="The numbers of the KV cache: auto (--dtype), int8, fp8, int4 (CPUs)."),
     ] = "auto",
     device: Annotated[str, typer.Option(help="The device of the service, cpu or cuda.")] = "cpu",
     numerics: Annotated[

@@ -68,7 +68,7 @@ class LocalSettings(TypedDict, total=False):
     tensor_parallel_size: int  # processes of this machine that share the model
     dtype: str  # float32, bfloat16 or float16
     quantization: str | None  # of the weights when they are loaded: int8, int4 or fp8
-    kv_cache_dtype: str  # auto (dtype), int8 or fp8
+    kv_cache_dtype: str  # auto (dtype), int8, fp8, or int4 (CPUs)
     # As in vLLM, such as {"method": "ngram", "num_speculative_tokens": 5}.
     speculative_config: Mapping[str, object] | None
     device: str  # cpu or cuda

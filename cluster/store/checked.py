@@ -49,7 +49,7 @@ def checked_folder(config: TandemConfig) -> Path:
             wrong.append(f"speculative.model: {error}")
     try:
         check_device(model, config.device)
-        check_cache_dtype(model, config.kv_cache_dtype)
+        check_cache_dtype(model, config.kv_cache_dtype, config.device)
     except ValueError as error:
         wrong.append(str(error))
     for role, pool in config.pools.items():

@@ -102,8 +102,14 @@ def test_flags_alone_are_enough() -> None:
             "prefill.kv_disk: must be set together with kv_disk_gb above 0",
         ),
         (
-            "model: m\nkv_cache_dtype: int4",
-            "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int4'",
+            "model: m\nprefill: {kv_cache_dtype: int8}",
+            "prefill.kv_cache_dtype: must be the same in both pools, set kv_cache_dtype without "
+            "the pool: after a fault, the decode pool computes a prompt again, and with other "
+            "numbers a stream could continue with other tokens",
+        ),
+        (
+            "model: m\nkv_cache_dtype: int3",
+            "kv_cache_dtype: must be 'auto', 'int8', 'fp8' or 'int4', got 'int3'",
         ),
         (
             "model: m\nspeculative: {method: eagle}",

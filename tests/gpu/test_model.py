@@ -24,7 +24,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
+from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
     assert mixed_steps(runner) == expected
 
 
-@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize("cache_dtype", GPU_QUANTIZED)
 def test_tokens_over_a_quantized_cache_are_those_of_the_cpu(folder: Path, cache_dtype: str) -> None:
     expected = mixed_steps(load(folder, cache_dtype=cache_dtype))
     runner = load(folder, cache_dtype=cache_dtype, device="cuda")
@@ -214,7 +214,7 @@ def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) 
     assert torch.cuda.current_stream().query()
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", *QUANTIZED])
+@pytest.mark.parametrize("cache_dtype", ["auto", *GPU_QUANTIZED])
 async def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path, cache_dtype: str) -> None:
     gpu = load(folder, device="cuda", block_size=16, cache_dtype=cache_dtype)
     cpu = load(folder, block_size=4, cache_dtype=cache_dtype)

@@ -190,7 +190,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize(
     ("prefix_caching", "kv_cache_dtype"),
-    [(False, "auto"), (True, "auto"), (True, "int8"), (True, "fp8")],
+    [(False, "auto"), *((True, each) for each in ("auto", "int8", "fp8", "int4"))],
 )
 async def test_a_moved_request_ends_as_it_would_have(
     folder: Path, prefix_caching: bool, kv_cache_dtype: str

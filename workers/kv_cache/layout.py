@@ -8,19 +8,43 @@ from typing import Final
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element by compute dtype."""
 
-QUANTIZED: Final = ("int8", "fp8")
+GPU_QUANTIZED: Final = ("int8", "fp8")
 """Cache dtypes with one byte per number: -127 to 127, or E4M3 (arXiv 2209.05433)."""
 
+QUANTIZED: Final = (*GPU_QUANTIZED, "int4")
+"""Cache dtypes of fewer bits than the model's; int4, numbers of 0 to 15, on CPUs only."""
+
 SCALE_BYTES: Final = 2
-"""Bytes of the bfloat16 scale after each head's vector in a quantized cache.
+"""Bytes of the bfloat16 scale after each head's vector in a cache of int8 or fp8.
 
 A stored number times the scale approximates the original value.
+"""
+
+INT4_GROUP: Final = 32
+"""Numbers of a vector that share a scale in a cache of int4; the last group may have fewer."""
+
+INT4_SCALE_BYTES: Final = 4
+"""Bytes of the scale and the least value of each such group, in bfloat16 behind all numbers.
+
+The least value plus a stored number times the scale approximates the original value.
 """
 
 
 def head_bytes(head_dim: int, dtype: str, cache_dtype: str = "auto") -> int:
     """Returns the bytes of a token's key (or value) of one KV head; see `KvLayout`."""
+    if cache_dtype == "int4":
+        return head_dim // 2 + -(-head_dim // INT4_GROUP) * INT4_SCALE_BYTES
     return head_dim + SCALE_BYTES if cache_dtype in QUANTIZED else head_dim * ITEM_BYTES[dtype]
+
+
+def check_quantized(cache_dtype: str, device_type: str) -> None:
+    """Raises ValueError, a one-line message, if a type of device cannot read a cache's dtype."""
+    if device_type != "cpu" and cache_dtype in QUANTIZED and cache_dtype not in GPU_QUANTIZED:
+        others = ", ".join(GPU_QUANTIZED)
+        raise ValueError(
+            f"kv_cache_dtype: {cache_dtype} has kernels on cpu only, those of GPUs read a byte for "
+            f"each number; use {others} or auto"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +131,7 @@ class KvLayout:
     layers: tuple[LayerGeometry, ...]
     dtype: str  # the compute dtype: float32, bfloat16 or float16
     model: str  # the model's fingerprint: equal weights and config give equal KV cache
-    # The cache's dtype: one of QUANTIZED, with a scale for each token and head; auto: the model's.
+    # The cache's dtype: one of QUANTIZED, with scales for each token and head; auto: the model's.
     cache_dtype: str = "auto"
     # By first appearance: the groups that are kept for each token, then those of states.
     groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)

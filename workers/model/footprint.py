@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..engine.block_table import NUM_STATES
-from ..kv_cache.layout import KvLayout
+from ..kv_cache.layout import KvLayout, check_quantized
 from ..kv_cache.memory import plan_memory, state_bytes
 from ..kv_cache.sharding import check_split
 from ..kv_cache.store import slots_of
@@ -69,10 +69,14 @@ def check_disk(model: ModelConfig) -> None:
         raise ValueError("kv_disk: not for models with windows or state")
 
 
-def check_cache_dtype(config: ModelConfig, cache_dtype: str) -> None:
-    """Raises ValueError, a one-line message, if the KV cache cannot have a dtype."""
+def check_cache_dtype(config: ModelConfig, cache_dtype: str, device: str = "cpu") -> None:
+    """Raises ValueError, a one-line message, if the KV cache cannot have a dtype on a device."""
+    check_quantized(cache_dtype, device)
     if cache_dtype != "auto" and any(layer.value_dim is not None for layer in config.layers):
         raise ValueError(f"kv_cache_dtype: {cache_dtype} is not supported for latent keys")
+    odd = [layer.head_dim for layer in config.layers if layer.keeps_tokens and layer.head_dim % 2]
+    if cache_dtype == "int4" and odd:
+        raise ValueError(f"kv_cache_dtype: int4 needs an even head size; the model has {odd[0]}")
 
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: str = "auto") -> int:

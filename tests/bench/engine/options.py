@@ -35,9 +35,9 @@ floor of a decode step is the longer of two times: reading the weights and the K
 computing the matrix products. The roofline share is that floor divided by the step's time. On a
 GPU, --profile waits for the device between the parts, which makes steps slower; take step times
 from a run without it. --compare measures a variant in turns with the plain run on the same machine:
-a KV cache of 8 bits, weights rounded when they are loaded, transformers' code in place of ours, or
-an adapter of --lora-rank, both used by all rows and loaded but unused. It prints each variant's
-time divided by the plain time.
+a KV cache of 8 or 4 bits, weights rounded when they are loaded, transformers' code in place of
+ours, or an adapter of --lora-rank, both used by all rows and loaded but unused. It prints each
+variant's time divided by the plain time.
 """
 
 

@@ -249,7 +249,7 @@ def _fill_with_noise(kv: PagedKv) -> None:
                 part.copy_(first)
             elif kv.is_quantized:
                 noise = torch.randn(*part.shape[:-1], geometry.head_dim, generator=generator)
-                part.copy_(quantize(noise, part.dtype))
+                part.copy_(quantize(noise, kv.layout.cache_dtype))
             else:
                 part.normal_(generator=generator)
 

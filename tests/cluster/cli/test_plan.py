@@ -336,7 +336,12 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
         (["--tp", "3"], "--tp: 3 does not divide the model's 4 query heads"),
         (["--tp", "0"], "--tp: 0 is less than 1"),
         (["--dtype", "int8"], "--dtype: must be one of float32, bfloat16, float16"),
-        (["--kv-cache-dtype", "int4"], "--kv-cache-dtype: must be one of auto, int8, fp8"),
+        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: must be one of auto, int8, fp8, int4"),
+        (
+            ["--device", "cuda", "--kv-cache-dtype", "int4"],
+            "--kv-cache-dtype: int4 has kernels on cpu only, those of GPUs read a byte for each "
+            "number; use int8, fp8 or auto",
+        ),
         (["--gpu-memory-gb", "nan"], "--gpu-memory-gb: must be from 0.001 to 4096"),
         (
             ["--gpu-memory-utilization", "1.1"],

@@ -348,7 +348,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: "),
         ({"dtype": "int3"}, "dtype: must be"),
         ({"quantization": "awq"}, "quantization: "),
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: must be 'auto', 'int8' or 'fp8'"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype: must be 'auto', 'int8', 'fp8' or 'int4'"),
         (
             {"quantization": "int8", "device": "cuda"},
             "quantization: int8 has kernels on cpu only; on cuda use fp8 or int4, or serve",

@@ -70,10 +70,11 @@ def test_a_quantized_kv_cache_leaves_the_perplexity() -> None:
             driver.drop(number)
         assert len(scores) == NUM_SCORED - NUM_SCORED // WINDOW
         losses.append(-math.fsum(scores) / len(scores))
-    plain, int8, fp8 = losses
+    plain, int8, fp8, int4 = losses
     assert plain < 3.5  # it is text that the model can predict
     assert 0 < abs(int8 - plain) <= math.log(1.003)
     assert 0 < abs(fp8 - plain) <= math.log(1.015)
+    assert 0 < int4 - plain <= math.log(1.2)
 
 
 def test_three_ranks_give_the_tokens_of_one() -> None:

@@ -14,7 +14,7 @@ from tandem.tests.workers.model.fake_cuda import HostSync, Watch, WrongDevice, f
 from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
 from tandem.tests.workers.spans import as_table, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
-from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout
+from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout
 from tandem.workers.model import adapter, graphs
 from tandem.workers.model.adapter import AdapterTable, random_adapter
 from tandem.workers.model.config import Fields, ModelConfig
@@ -395,7 +395,7 @@ def test_host_tier(watch: Watch, family: str, monkeypatch: pytest.MonkeyPatch) -
     launch(driver, driver.step(1, [PENDING_TOKEN], 40), loaded=((3, driver.free[0]),))
 
 
-@pytest.mark.parametrize("cache_dtype", QUANTIZED)
+@pytest.mark.parametrize("cache_dtype", GPU_QUANTIZED)
 def test_quantized_caches(watch: Watch, cache_dtype: str) -> None:
     runner = load(watch, config_of("llama"), cache_dtype=cache_dtype)
     runner.capture_graphs(record, (8, 2))
@@ -403,7 +403,7 @@ def test_quantized_caches(watch: Watch, cache_dtype: str) -> None:
     assert runner.num_graph_replays() == 2
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", *QUANTIZED])
+@pytest.mark.parametrize("cache_dtype", ["auto", *GPU_QUANTIZED])
 async def test_transfers(watch: Watch, cache_dtype: str) -> None:
     """A read is awaited; a write waits for nothing."""
     kv = load(watch, config_of("llama"), cache_dtype=cache_dtype).kv

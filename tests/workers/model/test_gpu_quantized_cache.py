@@ -13,7 +13,7 @@ from tandem.tests.workers.model.test_quantized_cache import (
     TOLERANCE,
     make_kv,
     make_spans,
-    of_all,
+    of_gpus,
 )
 from tandem.workers.kv_cache.layout import SCALE_BYTES, KvLayout, LayerGeometry
 from tandem.workers.model import device, kernels
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@of_all
+@of_gpus
 @pytest.mark.parametrize(
     ("dtype", "num_heads", "kv_heads", "head_dim", "window", "options", "batch_invariant"),
     [
@@ -58,24 +58,28 @@ def test_attention(
     )
     ours, cpu = (make_kv(layer, dtype, cache_dtype) for _ in range(2))
     exact = make_kv(layer, "float32", "auto")
-    item = ITEMS[cache_dtype]
     order = torch.randperm(NUM_BLOCKS).tolist()
     spans = make_spans(order, (0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (63, 70))
     for half in range(2):
         numbers = torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim) * torch.rand(NUM_BLOCKS, 1, 1, 1)
-        rows = quantize(numbers, item)
+        rows = quantize(numbers, cache_dtype)
         cpu.layers[0][half].copy_(rows)
-        nan = quantize(torch.full((1, head_dim), torch.nan), item)
+        nan = quantize(torch.full((1, head_dim), torch.nan), cache_dtype)
         rows[order] = nan[0]
         for each in spans:
             last = (each.start + each.num_tokens - 1) % 8
             rows[each.tables[0][-1], :, last + 1 :] = nan[0]
         write_rows(ours.layers[0][half], rows)
-        exact.layers[0][half].copy_(dequantize(cpu.layers[0][half], torch.float32))
+        exact.layers[0][half].copy_(
+            dequantize(cpu.layers[0][half], cache_dtype, head_dim, torch.float32)
+        )
     tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(tokens, num_heads, head_dim).to(ours.dtype)
     key, value = (torch.randn(tokens, kv_heads, head_dim).to(ours.dtype) for _ in range(2))
-    new_key, new_value = (dequantize(quantize(each, item), torch.float32) for each in (key, value))
+    new_key, new_value = (
+        dequantize(quantize(each, cache_dtype), cache_dtype, head_dim, torch.float32)
+        for each in (key, value)
+    )
     expected = TorchAttentionBackend(exact, [layer], native=False).plan(spans)(
         0, query.float(), new_key, new_value, options
     )
@@ -107,12 +111,13 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor) -> None:
     scales.copy_(rows[..., head_dim:].contiguous().view(torch.bfloat16)[..., 0])
 
 
-@pytest.mark.parametrize("item", ITEMS.values())
+@of_gpus
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 80])
-def test_the_bytes_are_the_cpus(dtype: torch.dtype, head_dim: int, item: torch.dtype) -> None:
+def test_the_bytes_are_the_cpus(dtype: torch.dtype, head_dim: int, cache_dtype: str) -> None:
     """From 1e-30 to 1e30, in between two numbers, and where a number is not finite."""
     torch.manual_seed(0)
+    item = ITEMS[cache_dtype]
     key, value = (torch.randn(70, 3, head_dim).to(dtype) for _ in range(2))
     key *= torch.logspace(-30, 30, 70)[:, None, None].to(dtype)
     value[0], value[1, 1], value[2, 0, 3] = 0, 1e-38, torch.nan
@@ -125,7 +130,7 @@ def test_the_bytes_are_the_cpus(dtype: torch.dtype, head_dim: int, item: torch.d
     others = torch.ones(200, dtype=torch.bool).index_fill(0, slots.long(), False)
     for half, new in zip(cache, (key, value), strict=True):
         rows = read_rows(half).transpose(1, 2).flatten(0, 1)
-        assert torch.equal(rows[slots.long()], quantize(new, item))
+        assert torch.equal(rows[slots.long()], quantize(new, cache_dtype))
         assert (rows[others] == 7).all()
 
 
@@ -143,7 +148,7 @@ def numbers_and_middles(rows: int, head_dim: int, item: torch.dtype) -> torch.Te
     return found
 
 
-@of_all
+@of_gpus
 def test_a_model_generates_the_tokens_of_the_cpu(
     cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

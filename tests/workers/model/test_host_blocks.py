@@ -39,7 +39,7 @@ is_exact = cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16))
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
-    [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8")],
+    [("float32", "auto"), *(("bfloat16", each) for each in ("auto", "int8", "fp8", "int4"))],
 )
 def test_blocks_of_all_groups_come_back_as_they_were(
     monkeypatch: pytest.MonkeyPatch, num_threads: int, dtype: str, cache_dtype: str
@@ -194,14 +194,19 @@ def converse(
 @pytest.mark.parametrize("kind", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     ("family", "dtype", "cache_dtype"),
-    [("llama", "float32", "auto"), ("gemma3", "bfloat16", "auto"), ("llama", "bfloat16", "int8")],
+    [
+        ("llama", "float32", "auto"),
+        ("gemma3", "bfloat16", "auto"),
+        ("llama", "bfloat16", "int8"),
+        ("llama", "bfloat16", "int4"),
+    ],
 )
 def test_conversations_go_on_with_the_same_tokens(
     tmp_path: Path, family: str, dtype: str, cache_dtype: str, kind: SamplingParams, overlap: bool
 ) -> None:
     if dtype == "bfloat16" and not is_exact:
         pytest.skip("tokens depend on the batch without kernels of ours")
-    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 32} if cache_dtype == "int8" else {}
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 32} if cache_dtype != "auto" else {}
     folder = make_tiny_model(tmp_path / "tiny", family, **sizes)
     roomy = load(folder, dtype=dtype, cache_dtype=cache_dtype)
     expected, num_cached, num_restored = converse(roomy, kind, 128, 0, overlap)

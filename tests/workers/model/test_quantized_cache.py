@@ -21,7 +21,14 @@ from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout, LayerGeometry
+from tandem.workers.kv_cache.layout import (
+    GPU_QUANTIZED,
+    QUANTIZED,
+    KvLayout,
+    LayerGeometry,
+    check_quantized,
+    head_bytes,
+)
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
 from tandem.workers.model.attention.quantized_cache import dequantize, quantize
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
@@ -39,6 +46,7 @@ PLAIN_TOLERANCE = TOLERANCE | {"bfloat16": 8e-3}
 
 
 of_all = pytest.mark.parametrize("cache_dtype", QUANTIZED)
+of_gpus = pytest.mark.parametrize("cache_dtype", GPU_QUANTIZED)
 
 
 def make_kv(layer: LayerGeometry, dtype: str, cache_dtype: str) -> PagedKv:
@@ -95,18 +103,20 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
         make_kv(layer, "float32", "auto"),
         *(make_kv(layer, dtype, cache_dtype) for _ in range(2)),
     )
-    item = ITEMS[cache_dtype]
     for half in range(2):
-        rows = quantize(torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim), item)
+        rows = quantize(torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim), cache_dtype)
         native.layers[0][half].copy_(rows)
         plain.layers[0][half].copy_(rows)
-        exact.layers[0][half].copy_(dequantize(rows, torch.float32))
+        exact.layers[0][half].copy_(dequantize(rows, cache_dtype, head_dim, torch.float32))
     order = torch.randperm(NUM_BLOCKS).tolist()
     spans = make_spans(order, (0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (0, 150), (63, 70))
     tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(tokens, num_heads, head_dim).to(native.dtype)
     key, value = (torch.randn(tokens, kv_heads, head_dim).to(native.dtype) for _ in range(2))
-    new_key, new_value = (dequantize(quantize(each, item), torch.float32) for each in (key, value))
+    new_key, new_value = (
+        dequantize(quantize(each, cache_dtype), cache_dtype, head_dim, torch.float32)
+        for each in (key, value)
+    )
     attend = TorchAttentionBackend(exact, [layer], native=False).plan(spans)
     expected = attend(0, query.float(), new_key, new_value, options)
     for kv, uses_kernels in ((native, True), (plain, False)):
@@ -117,15 +127,15 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
         assert (found.float() - expected).norm() <= bound * expected.norm(), uses_kernels
     assert torch.equal(native.tensors[0], plain.tensors[0])
     for half in range(2):
-        stored = dequantize(native.layers[0][half], torch.float32)
+        stored = dequantize(native.layers[0][half], cache_dtype, head_dim, torch.float32)
         assert torch.equal(stored, exact.layers[0][half])
 
 
-@pytest.mark.parametrize("item", ITEMS.values())
+@of_all
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 256, 512])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 90, 256, 512])
 def test_the_kernel_stores_what_plain_torch_makes(
-    dtype: torch.dtype, head_dim: int, item: torch.dtype
+    dtype: torch.dtype, head_dim: int, cache_dtype: str
 ) -> None:
     torch.manual_seed(0)
     key, value = (torch.randn(40, 3, 2 * head_dim).to(dtype)[..., head_dim:] for _ in range(2))
@@ -135,12 +145,13 @@ def test_the_kernel_stores_what_plain_torch_makes(
     value[3, 2, 1], value[4, 1, 0] = torch.inf, -torch.inf
     slots = torch.randperm(65)[:40]
     # Blocks of 5 tokens, between which there is other memory.
-    kept = torch.full((13, 2, 2, 3, 5, head_dim + 2), 7, dtype=item)
-    cpu.store_kv(key, value, kept[:, 0, 0], kept[:, 0, 1], slots)
+    row = head_bytes(head_dim, "bfloat16", cache_dtype)
+    kept = torch.full((13, 2, 2, 3, 5, row), 7, dtype=ITEMS[cache_dtype])
+    cpu.store_kv(key, value, kept[:, 0, 0], kept[:, 0, 1], slots, cache_dtype)
     for half, new in enumerate((key, value)):
         # [tokens, heads, row]
         rows = kept[:, 0, half].transpose(1, 2).reshape(65, 3, -1)
-        assert torch.equal(rows[slots], quantize(new, item))
+        assert torch.equal(rows[slots], quantize(new, cache_dtype))
         others = torch.ones(65, dtype=torch.bool).index_fill(0, slots, False)
         assert (rows[others] == 7).all()
     assert (kept[:, 1] == 7).all()
@@ -148,21 +159,29 @@ def test_the_kernel_stores_what_plain_torch_makes(
 
 def test_numbers_are_rounded_to_the_nearest() -> None:
     """In int8 of 255 steps from the largest one down, beside which the scale's own rounding is
-    nothing; in fp8 to 4 bits of each number, or where that is more to a step of 2^-9 of which the
-    largest one has 448 * 512.
+    nothing; in int4 of 15 even steps between the least and the largest one of 32 numbers, which are
+    rounded to bfloat16; in fp8 to 4 bits of each number, or where that is more to a step of 2^-9 of
+    which the largest one has 448 * 512.
     """
     torch.manual_seed(0)
     heads = torch.randn(1000, 64) * torch.rand(1000, 1).exp()
     largest = heads.abs().amax(1, keepdim=True)
+    low, high = heads.view(1000, 2, 32).aminmax(dim=-1)
+    steps = (high - low) / 15  # [vectors, groups]
     bounds = {
         "int8": largest / 127 / 2,
         "fp8": (heads.abs() / 16).clamp(min=largest / (448 * 512) / 2),
+        "int4": steps.repeat_interleave(32, dim=1) / 2 + largest / 256,
     }
     for cache_dtype, bound in bounds.items():
-        rows = quantize(heads, ITEMS[cache_dtype])
-        assert ((dequantize(rows, torch.float32) - heads).abs() <= bound * 1.01).all()
-    assert quantize(heads, torch.int8)[..., :-2].abs().amax(1).eq(127).all()
-    assert (quantize(heads, torch.uint8)[..., :-2] & 0x7F).amax(1).eq(0x7E).all()
+        rows = quantize(heads, cache_dtype)
+        found = dequantize(rows, cache_dtype, 64, torch.float32)
+        assert ((found - heads).abs() <= bound * 1.01).all(), cache_dtype
+    assert quantize(heads, "int8")[..., :-2].abs().amax(1).eq(127).all()
+    assert (quantize(heads, "fp8")[..., :-2] & 0x7F).amax(1).eq(0x7E).all()
+    numbers = quantize(heads, "int4")[..., :32]
+    for half in (numbers & 15, numbers >> 4):
+        assert set(half.flatten().tolist()) == {*range(16)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -198,20 +217,28 @@ def test_what_is_not_finite_reaches_the_result_of_its_sequence_alone(cache_dtype
         query, key, value = (torch.randn(40, heads, 64).bfloat16() for heads in (6, 2, 2))
         value[5, :, 9] = torch.nan
         found = TorchAttentionBackend(kv, [layer], native=native).plan(spans)(0, query, key, value)
-        assert (
-            found[:5].isfinite().all() or not native
-        )  # plain torch multiplies what a token does not see with 0
+        # Plain torch and int4 multiply what a token does not see with 0.
+        assert found[:5].isfinite().all() or not native or cache_dtype == "int4"
         assert not found[5:20].isfinite().any()
         assert found[20:].isfinite().all()
 
 
 @of_all
-def test_it_holds_almost_twice_the_tokens(cache_dtype: str) -> None:
-    for head_dim, most in ((64, 0.52), (128, 0.51)):
+def test_it_holds_almost_twice_the_tokens_and_int4_three_times(cache_dtype: str) -> None:
+    for head_dim, eight in ((64, 0.52), (128, 0.51)):
+        most = 0.3125 if cache_dtype == "int4" else eight
         layer = LayerGeometry(num_heads=9, num_kv_heads=3, head_dim=head_dim)
         plain, rounded = (make_kv(layer, "bfloat16", each) for each in ("auto", cache_dtype))
         assert rounded.layout.bytes_per_token <= most * plain.layout.bytes_per_token
         assert rounded.tensors[0].nbytes == rounded.layout.bytes_per_token * NUM_BLOCKS * 8
+
+
+def test_gpus_refuse_int4_with_the_reason() -> None:
+    check_quantized("int4", "cpu")
+    for cache_dtype in ("auto", "int8", "fp8"):
+        check_quantized(cache_dtype, "cuda")
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: int4 has kernels on cpu only, .* int8"):
+        check_quantized("int4", "cuda")
 
 
 @of_all
@@ -222,7 +249,7 @@ def test_models_generate_with_it(
 ) -> None:
     """By either code: the logits after a prompt are near those over a plain cache, and not equal to
     them. Numbers of fp8 have three bits of mantissa, which loses about four times as much as int8
-    does.
+    does; int4 loses about ten times as much.
     """
     folder, found = make_tiny_model(tmp_path, family), []
     for each in ("auto", cache_dtype):
@@ -231,7 +258,11 @@ def test_models_generate_with_it(
             driver.run(driver.step(0, prompt(100), 0))
         found.append(recorded[0][0])
     plain, rounded = (logits - logits.mean() for logits in found)
-    assert 0 < (rounded - plain).norm() <= {"int8": 0.05, "fp8": 0.15}[cache_dtype] * plain.norm()
+    assert (
+        0
+        < (rounded - plain).norm()
+        <= {"int8": 0.05, "fp8": 0.15, "int4": 0.4}[cache_dtype] * plain.norm()
+    )
 
 
 needs_kernels = pytest.mark.skipif(

@@ -210,6 +210,8 @@ def test_layers_with_equal_shapes_and_windows_form_a_group() -> None:
     rounded = replace(MIXED, cache_dtype="int8")  # two bytes more for each scale
     assert slot_bytes(rounded) == [132, 260, 132]
     assert rounded.bytes_per_token == 2 * (2 * 132 + 260)
+    halved = replace(MIXED, cache_dtype="int4")  # four bytes more for each 32 numbers
+    assert slot_bytes(halved) == [80, 160, 80]
 
 
 def test_a_digest_is_of_everything() -> None:
@@ -221,10 +223,11 @@ def test_a_digest_is_of_everything() -> None:
         replace(MIXED, cache_dtype="int8"),
         replace(MIXED, dtype="float16", cache_dtype="int8"),
         replace(MIXED, cache_dtype="fp8"),
+        replace(MIXED, cache_dtype="int4"),
         replace(MIXED, layers=MIXED.layers[:-1]),
         replace(MIXED, layers=(WIDE, NARROW, WIDE, NARROW)),
     ]
-    assert len({layout.digest for layout in [MIXED, *others]}) == 8
+    assert len({layout.digest for layout in [MIXED, *others]}) == 9
 
 
 def test_each_group_has_its_own_pieces() -> None:

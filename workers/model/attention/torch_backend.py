@@ -148,6 +148,7 @@ class TorchAttentionBackend:
                 scale,
                 options.soft_cap,
                 options.sinks,
+                self._kv.layout.cache_dtype,
             )
         for rows, attend in parts:
             result[rows] = attend(layer, query[rows], options)
@@ -164,11 +165,12 @@ class TorchAttentionBackend:
     ) -> None:
         """Writes the step's keys and values to their slots, [num_tokens], of a layer's planes."""
         if is_native:
-            cpu.store_kv(key, value, planes[0], planes[1] if len(planes) > 1 else None, slots)
+            values = planes[1] if len(planes) > 1 else None
+            cpu.store_kv(key, value, planes[0], values, slots, self._kv.layout.cache_dtype)
             return
         for rows_of, new in zip(planes, (key, value), strict=False):
             size = rows_of.shape[2]
-            heads = quantize(new, rows_of.dtype) if self._kv.is_quantized else new
+            heads = quantize(new, self._kv.layout.cache_dtype) if self._kv.is_quantized else new
             rows_of[slots // size, :, slots % size] = heads
 
 
@@ -207,6 +209,7 @@ class _Planner:
         self._table = table
         self._block_size = kv.tables[table].block_size
         self._num_kv_heads = layer.num_kv_heads
+        self._head_dim = layer.head_dim
         self._value_dim = layer.value_dim or layer.head_dim
         self._window = layer.window
         self._sequences = rows
@@ -319,7 +322,8 @@ class _Planner:
         heads = torch.arange(self._num_kv_heads, device=table.device)[:, None]
         found = [plane[table[:, None], heads].flatten(2, 3) for plane in self._kv.layers[layer]]
         if self._kv.is_quantized:
-            found = [dequantize(each, self._kv.dtype) for each in found]
+            form = self._kv.layout.cache_dtype
+            found = [dequantize(each, form, self._head_dim, self._kv.dtype) for each in found]
         return found[0], found[-1][..., : self._value_dim]
 
     def _num_blocks(self, span: SequenceSpan) -> int:

@@ -15,7 +15,7 @@ from ...host.cuda_ipc import export_memory, open_memory
 from ...host.memory import available_memory
 from ...host.pinned import pinned_memory, unpin
 from ...host.streams import BlockOrder, DeviceData
-from ...kv_cache.layout import KvLayout, KvSpan
+from ...kv_cache.layout import KvLayout, KvSpan, check_quantized
 from ...kv_cache.memory import KvMemory, plan_memory
 from ...kv_cache.store import Completed, KvRead, slots_of
 from ...kv_cache.tables import TableBlocks, table_of
@@ -25,10 +25,11 @@ from .gpu import GpuKv
 from .host import HostKv
 from .states import StateStore
 
-ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
+ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8, "int4": torch.uint8}
 """The dtypes of a quantized cache's tensors.
 
-FP8 uses uint8 for the bits of E4M3, because the rows also have the bytes of a scale.
+FP8 uses uint8 for the bits of E4M3, because the rows also have the bytes of a scale. So does int4,
+which has two numbers in a byte.
 """
 
 
@@ -37,9 +38,8 @@ class PagedKv:
 
     The tensors are views of one allocation of blocks, see `KvMemory`. Their shape is [num_layers,
     planes, num_blocks, num_slots, block_size, head_dim], where a slot holds one KV head. In a
-    quantized cache the last dimension also has the bytes of the scale: [.., head_dim +
-    SCALE_BYTES]. On GPUs a slot of that size holds all numbers first and then all scales; see
-    `split_scales`.
+    quantized cache the last dimension also has the bytes of the scales: [.., head_bytes]. On GPUs a
+    slot of that size holds all numbers first and then all scales; see `split_scales`.
 
     The slot comes before the token, so that one gather of (block, slot) rows returns the [head,
     token, head_dim] that attention multiplies.
@@ -72,6 +72,7 @@ class PagedKv:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, layout.dtype)  # of the model's activations
         self.is_quantized = layout.cache_dtype in ITEMS
+        check_quantized(layout.cache_dtype, device.type)
         if layout.cache_dtype == "fp8" and not can_compute_fp8(device):
             raise ValueError(f"kv_cache_dtype: fp8 needs {FP8_GPUS}; use int8 or auto")
         self.shared_fd: int | None = None

@@ -37,6 +37,14 @@ enum { MAX_HEAD_DIM = 576 };  // of attention: a latent of 512 elements and 64 w
 // fp8.h) and their scale in bfloat16.
 static inline int64_t scaled_row(int64_t head_dim) { return head_dim + 2; }
 
+// In a KV cache of int4, a head's vector consists of groups of INT4_GROUP numbers, of which the last may have fewer.
+// A byte has two numbers (0..15) of a group, whose distance is half of the group: the earlier one in its low bits.
+// Behind all numbers, each group has its scale and its least value in bfloat16. head_dim is even.
+enum { INT4_GROUP = 32, INT4_SCALES = 4 };
+static inline int64_t int4_row(int64_t head_dim) {
+    return head_dim / 2 + (head_dim + INT4_GROUP - 1) / INT4_GROUP * INT4_SCALES;
+}
+
 static inline float load_f32(float x) { return x; }
 static inline float store_f32(float x) { return x; }
 static inline float load_bf16(uint16_t x) {
@@ -117,7 +125,7 @@ typedef struct {
     const int32_t *table;
     int64_t query_stride, out_stride, kv_heads, group, head_dim, value_dim, block_size;
     int64_t max_heads;  // query heads of an item
-    int64_t block_stride;  // from one block of keys or values to the next: elements, of int8 and fp8 bytes
+    int64_t block_stride;  // from one block of keys or values to the next: elements, of int8, fp8 and int4 bytes
     int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
     float scale, soft_cap;  // scores become soft_cap * tanh(score / soft_cap), unless it is 0
     const float *sinks;     // [kv_heads * group] or NULL: scores of a key without value that every token sees
@@ -134,8 +142,8 @@ typedef struct {
 // cases that these do not support.
 typedef void AttendTiles(const Chunk *chunk, int64_t item, const NextKeys *next);
 AttendTiles attend_tiles, attend_tiles_int8, attend_tiles_fp8;
-AttendTiles attend_wide_f32, attend_wide_int8_f32, attend_wide_fp8_f32;
-AttendTiles attend_wide_bf16, attend_wide_int8_bf16, attend_wide_fp8_bf16;
+AttendTiles attend_wide_f32, attend_wide_int8_f32, attend_wide_fp8_f32, attend_wide_int4_f32;
+AttendTiles attend_wide_bf16, attend_wide_int8_bf16, attend_wide_fp8_bf16, attend_wide_int4_bf16;
 int has_tile_attention(int64_t head_dim, int64_t value_dim);
 int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t max_heads);
 int64_t max_heads_of_singles(int64_t singles, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t threads);

@@ -22,7 +22,6 @@ Numbers are 0 to 255, inputs -127 to 127, and the sum of their products has 32 b
 _MAX_HEAD_DIM: Final = 576  # as in common.h
 _PANEL: Final = 32  # as in linear.c
 # Suffixes of kernels by the dtype of a quantized KV cache.
-_QUANTIZED: Final = {torch.int8: "_int8", torch.uint8: "_fp8"}
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
 # Forms of a product, as in linear.h.
 DOT_PRODUCT: Final = 1
@@ -55,6 +54,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,  # see AttentionOptions
     sinks: torch.Tensor | None = None,  # float32 [num_heads]
+    cache_dtype: str = "auto",  # see `KvLayout`
 ) -> None:
     """Computes attention of each token to its sequence's keys, which are read in place."""
     rows, num_heads, head_dim = query.shape
@@ -64,7 +64,7 @@ def paged_attention(
     options = (float(scale), float(soft_cap or 0), sinks, out.shape[1] // num_heads, threads)
     places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
     call(
-        f"paged_attention{_QUANTIZED.get(keys.dtype, '')}",
+        f"paged_attention{_form(cache_dtype)}",
         query.dtype,
         rows,
         *places,
@@ -75,20 +75,26 @@ def paged_attention(
     )
 
 
+def _form(cache_dtype: str) -> str:
+    """Returns the part of a kernel's name that tells the form of the cache."""
+    return "" if cache_dtype == "auto" else f"_{cache_dtype}"
+
+
 def store_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # the same
     keys: torch.Tensor,  # a layer's cache, as for `paged_attention`
     values: torch.Tensor | None,  # the same, in the same strides; None: only keys are written
     slots: torch.Tensor,  # [num_tokens] int64, block * block_size + offset
+    cache_dtype: str = "auto",  # see `KvLayout`
 ) -> None:
     """Writes the step's keys and values to their token slots."""
     tokens, heads, head_dim = key.shape
     block_size = keys.shape[2]
-    if keys.dtype in _QUANTIZED:
+    if cache_dtype != "auto":
         places = (key, key.stride(0), value, value.stride(0), keys, values, slots)
         call(
-            f"store_kv{_QUANTIZED[keys.dtype]}",
+            f"store_kv{_form(cache_dtype)}",
             key.dtype,
             tokens,
             *places,

@@ -200,12 +200,13 @@ int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
     return 0;
 }
 
+enum { INFINITE = 0x7f80, TINY = 0x0400 };  // as bfloat16
+
 // Rounds x [dim] to a row of a cache of int8 or fp8. A number that is not finite makes the scale
 // infinite, and so all numbers that are read with it. Bits are compared, because -ffast-math assumes
 // that no number is NaN. Scales below 2^-119, whose inverse might be infinite, are set to 0.
 static inline __attribute__((always_inline)) void round_row(uint8_t *to, const float *x, int64_t dim,
                                                             const int is_fp8) {
-    enum { INFINITE = 0x7f80, TINY = 0x0400 };  // as bfloat16
     const uint32_t largest = largest_magnitude(x, dim);
     float peak;
     memcpy(&peak, &largest, sizeof peak);
@@ -217,9 +218,40 @@ static inline __attribute__((always_inline)) void round_row(uint8_t *to, const f
     memcpy(to + dim, &scale, sizeof scale);
 }
 
-// Like store_kv, for rows of a cache of int8 or fp8: key, value [tokens, heads, head_dim], strides in
-// elements.
-#define DEFINE_STORE_SCALED(T, NAME, KERNEL, IS_FP8)                                                                   \
+// Rounds x [dim] to a row of a cache of int4. A number that is not finite makes all scales infinite.
+static inline __attribute__((always_inline)) void round_row_int4(uint8_t *to, const float *x, int64_t dim) {
+    uint8_t *scales = to + dim / 2;
+    const int is_finite = largest_magnitude(x, dim) >> 16 < INFINITE;
+    for (int64_t begin = 0; begin < dim; begin += INT4_GROUP, scales += INT4_SCALES) {
+        const int64_t count = least(INT4_GROUP, dim - begin), half = count / 2;
+        const float *group = x + begin;
+        float low = group[0], high = group[0];
+        for (int64_t i = 1; i < count; i++) {
+            low = group[i] < low ? group[i] : low;
+            high = group[i] > high ? group[i] : high;
+        }
+        uint16_t kept[2] = {INFINITE, store_bf16(low)};  // scale and least value
+        if ((kept[1] & 0x7fff) < TINY) kept[1] = 0;
+        low = load_bf16(kept[1]);
+        if (is_finite) kept[0] = store_bf16((high > low ? high - low : 0) * (1 / 15.0f));
+        if (kept[0] < TINY) kept[0] = 0;
+        const int is_known = kept[0] < INFINITE;
+        if (!is_known) kept[0] = kept[1] = INFINITE;
+        if (is_known && kept[0]) {
+            const float factor = 1 / load_bf16(kept[0]);
+            int32_t numbers[INT4_GROUP];
+            for (int64_t i = 0; i < count; i++) {
+                const int32_t number = (int32_t)lrintf((group[i] - low) * factor);
+                numbers[i] = number < 0 ? 0 : number > 15 ? 15 : number;
+            }
+            for (int64_t i = 0; i < half; i++) to[begin / 2 + i] = (uint8_t)(numbers[i] | numbers[half + i] << 4);
+        } else memset(to + begin / 2, 0, half);
+        memcpy(scales, kept, sizeof kept);
+    }
+}
+
+// Like store_kv, for rows of ROW_BYTES that ROUND makes: key, value [tokens, heads, head_dim], strides in elements.
+#define DEFINE_STORE_SCALED(T, NAME, KERNEL, ROW_BYTES, ROUND)                                                                   \
     int64_t KERNEL##_##NAME(const Arg *a, int64_t tokens, int64_t item) {                                              \
         const T *key = a[0].p, *value = a[2].p;                                                                        \
         uint8_t *keys = a[4].p, *values = a[5].p;                                                                      \
@@ -229,21 +261,25 @@ static inline __attribute__((always_inline)) void round_row(uint8_t *to, const f
         if (item < 0) return ceil_div(tokens, step);                                                                   \
         for (int64_t i = item * step * heads; i < least(tokens, (item + 1) * step) * heads; i++) {                     \
             const T *from[2] = {key + i / heads * key_stride, value + i / heads * value_stride};                       \
-            const int64_t at = row_of_slot(slots[i / heads], i % heads, size, scaled_row(dim), block_bytes);           \
+            const int64_t at = row_of_slot(slots[i / heads], i % heads, size, ROW_BYTES(dim), block_bytes);           \
             uint8_t *to[2] = {keys + at, values + at};                                                                 \
             for (int half = 0; half < 2; half++) {                                                                     \
                 float wide[MAX_HEAD_DIM];                                                                              \
                 for (int64_t d = 0; d < dim; d++) wide[d] = load_##NAME(from[half][i % heads * dim + d]);              \
-                round_row(to[half], wide, dim, IS_FP8);                                                                \
+                ROUND(to[half], wide, dim);                                                                            \
             }                                                                                                          \
         }                                                                                                              \
         return 0;                                                                                                      \
     }
 
-DEFINE_STORE_SCALED(float, f32, store_kv_int8, 0)
-DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_int8, 0)
-DEFINE_STORE_SCALED(float, f32, store_kv_fp8, 1)
-DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_fp8, 1)
+#define ROUND_INT8(TO, X, DIM) round_row(TO, X, DIM, 0)
+#define ROUND_FP8(TO, X, DIM) round_row(TO, X, DIM, 1)
+DEFINE_STORE_SCALED(float, f32, store_kv_int8, scaled_row, ROUND_INT8)
+DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_int8, scaled_row, ROUND_INT8)
+DEFINE_STORE_SCALED(float, f32, store_kv_fp8, scaled_row, ROUND_FP8)
+DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_fp8, scaled_row, ROUND_FP8)
+DEFINE_STORE_SCALED(float, f32, store_kv_int4, int4_row, round_row_int4)
+DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_int4, int4_row, round_row_int4)
 
 // Copies rows of a table [size, row_bytes]: out [rows, row_bytes] = table[ids]. The code that creates
 // the ids checks them; an id outside the table selects its last row.

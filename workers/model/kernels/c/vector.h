@@ -70,7 +70,7 @@ INLINE Floats widen_e4m3(Ints high) {
 }
 
 // Element types of a KV cache.
-typedef enum { F32, BF16, INT8, FP8 } Kind;
+typedef enum { F32, BF16, INT8, FP8, INT4 } Kind;
 
 // Widens 8 unsigned numbers of 16 or 8 bits to 32 bits. GCC 12 does not compile the conversion to a
 // single instruction.

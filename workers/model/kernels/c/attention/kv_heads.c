@@ -24,6 +24,7 @@
 
 // A copy of constant size compiles to a few instructions, any other to a call.
 #define DEFINE_SIZES(NAME, COPY)                                                                                       \
+    DEFINE_MOVE(NAME, 40, COPY)                                                                                        \
     DEFINE_MOVE(NAME, 66, COPY)                                                                                        \
     DEFINE_MOVE(NAME, 128, COPY)                                                                                       \
     DEFINE_MOVE(NAME, 130, COPY)                                                                                       \
@@ -31,7 +32,8 @@
     DEFINE_MOVE(NAME, head_bytes, COPY)                                                                                \
     void NAME(char *cache, char *dense, const int64_t *places, int64_t halves, int64_t half_bytes, int64_t tokens,     \
               int64_t slots, int64_t slot_bytes, int64_t head_bytes) {                                                 \
-        (head_bytes == 66    ? NAME##_66                                                                               \
+        (head_bytes == 40    ? NAME##_40                                                                               \
+         : head_bytes == 66  ? NAME##_66                                                                               \
          : head_bytes == 128 ? NAME##_128                                                                              \
          : head_bytes == 130 ? NAME##_130                                                                              \
          : head_bytes == 256 ? NAME##_256                                                                              \

@@ -4,7 +4,8 @@
 
 // query, out    [rows, kv_heads * group, head_dim], of out value_dim; rows query_stride and out_stride elements
 //               apart
-// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2];
+// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2], of int4
+//               [.., int4_row(head_dim)];
 //               blocks are block_stride elements apart. If they are the same memory, the first value_dim
 //               elements of a key are its value
 // tables        [2] addresses: of the concatenated block tables, and of the step's parts. The latter are the
@@ -83,6 +84,8 @@ static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendT
 DEFINE_PAGED(paged_attention_f32, float, attend_wide_f32)
 DEFINE_PAGED(paged_attention_int8_f32, float, attend_wide_int8_f32)
 DEFINE_PAGED(paged_attention_fp8_f32, float, attend_wide_fp8_f32)
+DEFINE_PAGED(paged_attention_int4_f32, float, attend_wide_int4_f32)
+DEFINE_PAGED(paged_attention_int4_bf16, uint16_t, attend_wide_int4_bf16)
 DEFINE_PAGED(paged_attention_bf16, uint16_t, TILES_OR(attend_tiles, attend_wide_bf16))
 DEFINE_PAGED(paged_attention_int8_bf16, uint16_t, TILES_OR(attend_tiles_int8, attend_wide_int8_bf16))
 DEFINE_PAGED(paged_attention_fp8_bf16, uint16_t, TILES_OR(attend_tiles_fp8, attend_wide_fp8_bf16))

@@ -19,11 +19,40 @@ typedef struct {
 INLINE int64_t bytes_of_element(const Kind kind) { return kind == F32 ? 4 : kind == BF16 ? 2 : 1; }
 INLINE int is_scaled(const Kind kind) { return kind == INT8 || kind == FP8; }
 INLINE int64_t bytes_of_row(int64_t head_dim, const Kind kind) {
+    if (kind == INT4) return int4_row(head_dim);
     return is_scaled(kind) ? scaled_row(head_dim) : head_dim * bytes_of_element(kind);
+}
+
+// Converts a head's vector of int4 to float32; writes zeros past its end. A number times a scale of bfloat16 is exact.
+INLINE void widen_int4(float *wide, const char *row, int64_t head_dim) {
+    const char *scales = row + head_dim / 2;
+    int64_t begin = 0;
+    for (; begin < head_dim; begin += INT4_GROUP, scales += INT4_SCALES) {
+        const int64_t count = least(INT4_GROUP, head_dim - begin), half = count / 2;
+        const uint8_t *from = (const uint8_t *)row + begin / 2;
+        uint16_t kept[2];
+        memcpy(kept, scales, sizeof kept);
+        const float scale = load_bf16(kept[0]), low = load_bf16(kept[1]);
+        float *to = wide + begin;
+        int64_t i = 0;
+        for (; i + LANES <= half; i += LANES) {
+            const Ints pairs = load_bytes(from + i);
+            const Floats early = __builtin_convertvector(pairs & 15, Floats);
+            const Floats late = __builtin_convertvector(pairs >> 4, Floats);
+            store_floats(to + i, add_product((Floats){0} + low, scale, early));
+            store_floats(to + half + i, add_product((Floats){0} + low, scale, late));
+        }
+        for (; i < half; i++) to[i] = low + scale * (from[i] & 15), to[half + i] = low + scale * (from[i] >> 4);
+    }
+    for (int64_t d = head_dim; d % LANES; d++) wide[d] = 0;
 }
 
 // Converts a head's vector to float32; writes zeros past its end.
 INLINE void widen_row(float *wide, const char *row, int64_t head_dim, const Kind kind) {
+    if (kind == INT4) {
+        widen_int4(wide, row, head_dim);
+        return;
+    }
     const int64_t size = bytes_of_element(kind);
     int64_t d = 0;
     for (; d + LANES <= head_dim; d += LANES) store_floats(wide + d, load_elements(row + d * size, kind));
@@ -185,7 +214,7 @@ INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const Kin
     const int64_t first = own.keys.first, last = own.keys.last, size = bytes_of_row(head_dim, kind);
     const int64_t element = bytes_of_element(inputs);
     const int64_t block = c->block_stride * (is_scaled(kind) ? 1 : bytes_of_element(kind));
-    const int widened = rows > FEW_ROWS || D != head_dim, is_shared = c->keys == c->values;
+    const int widened = kind == INT4 || rows > FEW_ROWS || D != head_dim, is_shared = c->keys == c->values;
     static __thread Tile tile;
     Tile *t = resolved(&tile);
     memset(t->acc, 0, sizeof *t->acc * rows * V);
@@ -230,3 +259,5 @@ DEFINE_ATTEND(attend_wide_int8_f32, F32, INT8)
 DEFINE_ATTEND(attend_wide_int8_bf16, BF16, INT8)
 DEFINE_ATTEND(attend_wide_fp8_f32, F32, FP8)
 DEFINE_ATTEND(attend_wide_fp8_bf16, BF16, FP8)
+DEFINE_ATTEND(attend_wide_int4_f32, F32, INT4)
+DEFINE_ATTEND(attend_wide_int4_bf16, BF16, INT4)
