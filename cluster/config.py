@@ -23,6 +23,7 @@ from ..router.auth.tls import TlsConfig
 from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
+from ..router.storage.config import StorageConfig
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .chat_template import ChatTemplate
 from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
@@ -279,6 +280,7 @@ class TandemConfig(BaseModel):
     tracing: TracingConfig = TracingConfig()
     auth: AuthConfig = AuthConfig()
     peer_tls: PeerTlsConfig = PeerTlsConfig()
+    storage: StorageConfig = StorageConfig()
     router: RouterConfig = RouterConfig()
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from ..proto.errors import InvalidArgument
+from ..router.json_lines import number_lines
 
 MAX_FILE_BYTES: Final = 1024 * 1024  # of YAML
 _MAX_KEY: Final = 80  # characters of a key in an error
@@ -43,23 +44,6 @@ def parse_lines(text: str, path: Path, line_type: type[_Line]) -> list[_Line]:
     Raises InvalidArgument, which names the line of `path`, also for a file without lines.
     """
     return [line for _, line in number_lines(text, path, line_type)]
-
-
-def number_lines(text: str, path: Path, line_type: type[_Line]) -> list[tuple[int, _Line]]:
-    """Returns the lines as `parse_lines`, each with its number in the file, from 1 on."""
-    parsed = []
-    # Not splitlines: strings in JSON may have other line separators.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            parsed.append((number, line_type.model_validate_json(line)))
-        except ValidationError as error:
-            found = [": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors()]
-            raise InvalidArgument("; ".join(found), f"{path}:{number}") from None
-    if not parsed:
-        raise InvalidArgument("has no lines", str(path))
-    return parsed
 
 
 def read_trust(path: Path | str | None, option: str) -> ssl.SSLContext | bool:

@@ -17,9 +17,11 @@ from typing import Any, Final
 
 import pytest
 
+from tandem.cluster.serve.storage.runner import BatchRunner
 from tandem.proto import inference_pb2
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
+from tandem.router.auth.authenticator import Authenticator
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
@@ -102,13 +104,17 @@ def addresses() -> Iterator[dict[str, str]]:
         model = ServedModel(
             name="smollm2-135m-instruct", tokenizer=byte_tokenizer(_TEMPLATE), context_tokens=2048
         )
-        server = await ApiServers.start(GenerationService([model], Script()))
+        service = GenerationService([model], Script())
+        server = await ApiServers.start(service)
         await server.set_serving(True)
+        runner = asyncio.create_task(BatchRunner(service, Authenticator(), "router", 4).run())
         started.update(
             {"127.0.0.1:50051": server.grpc_address, "127.0.0.1:8080": server.http_address}
         )
         ready.set()
         await stop.wait()
+        runner.cancel()
+        await asyncio.gather(runner, return_exceptions=True)
         await server.stop(0)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import InvalidArgument
+from ...router.api.batches.lines import BatchRequest
 from ...router.client.wire import ClientTls
-from ..local.batch import BatchCounts, BatchOutput, BatchRequest, answer_requests, read_requests
+from ..local.batch import BatchCounts, BatchOutput, answer_requests, read_requests
 from ..service_url import ServiceAccess
 from ..tables import progress_bar
 from . import options as o
@@ -69,9 +70,9 @@ def batch(
     """Answer the requests of INPUT; each answer is a line of OUTPUT, in the order of completion.
 
     A line of INPUT: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body":
-    {...}}; the other url is /v1/completions. A line of OUTPUT has the custom_id, and a response
-    with status_code and body, also for a refused request. An interrupted or killed command
-    continues when it is run again: each request is answered once.
+    {...}}; other urls: /v1/completions, /v1/embeddings, /v1/responses. A line of OUTPUT has the
+    custom_id, and a response with status_code and body, also for a refused request. An interrupted
+    or killed command continues when it is run again: each request is answered once.
     """
     if model is None and url is None:
         url = os.environ.get(o.URL_VARIABLE)

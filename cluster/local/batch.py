@@ -15,32 +15,21 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from ...proto.errors import InvalidArgument, Unavailable
+from ...router.api.batches.lines import BatchRequest, CustomId, parse_batch
+from ...router.json_lines import number_lines
 from ..eval.gather import map_concurrently
-from ..text_files import number_lines, read_text
+from ..text_files import read_text
 
 _ID: Final = "batch_req_"
 _HEAD: Final = json.dumps({"id": _ID}).removesuffix('"}').encode()  # of each line of the output
 _AGAIN: Final = "; the answers so far are kept, and the same command continues from there"
 _RETRY_SECONDS: Final = 1.0  # if the service names no time
 _BUSY: Final = (429, 502, 503)  # statuses of a service that may accept the request later
-
-CustomId = Annotated[str, Field(min_length=1, max_length=512)]
-
-
-class BatchRequest(BaseModel):
-    """Describes a line of the input."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    custom_id: CustomId
-    method: Literal["POST"]
-    url: Literal["/v1/chat/completions", "/v1/completions"]
-    body: dict[str, Any]
 
 
 class BatchAnswerLine(BaseModel):
@@ -79,17 +68,18 @@ SendRequest = Callable[[BatchRequest], Awaitable[BatchAnswer]]
 
 def read_requests(path: Path) -> list[BatchRequest]:
     """Returns the requests of a file. Raises InvalidArgument, which names the line."""
-    lines: dict[str, int] = {}
-    numbered = number_lines(read_text(path, "input"), path, BatchRequest)
-    for number, request in numbered:
-        if request.body.get("stream"):
-            raise InvalidArgument("body.stream: a batch has no streams", f"{path}:{number}")
-        first = lines.setdefault(request.custom_id, number)
-        if first != number:
-            raise InvalidArgument(
-                f"custom_id: {request.custom_id!r} is already in line {first}", f"{path}:{number}"
-            )
-    return [request for _, request in numbered]
+    return [request for _, request in parse_batch(read_text(path, "input"), path)]
+
+
+def answer_line(request: BatchRequest, answer: BatchAnswer) -> bytes:
+    """Returns the line of an output file."""
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.request_id,
+        "body": answer.body,
+    }
+    line = {"id": _ID + uuid.uuid4().hex, "custom_id": request.custom_id, "response": response}
+    return json.dumps(line | {"error": None}).encode() + b"\n"
 
 
 class BatchOutput:
@@ -118,13 +108,7 @@ class BatchOutput:
 
     def append(self, request: BatchRequest, answer: BatchAnswer) -> None:
         """Writes one line. Raises InvalidArgument if the file cannot be written."""
-        response = {
-            "status_code": answer.status,
-            "request_id": answer.request_id,
-            "body": answer.body,
-        }
-        line = {"id": _ID + uuid.uuid4().hex, "custom_id": request.custom_id, "response": response}
-        data = json.dumps(line | {"error": None}).encode() + b"\n"
+        data = answer_line(request, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -184,7 +168,7 @@ async def answer_requests(
     counts = BatchCounts(total=len(requests), skipped=len(requests) - len(rest))
 
     async def answer(request: BatchRequest) -> None:
-        found = await _send_patiently(send, request, patience_seconds)
+        found = await send_patiently(send, request, patience_seconds)
         output.append(request, found)
         counts.answered += 1
         counts.failed += found.status != 200
@@ -194,7 +178,11 @@ async def answer_requests(
     return counts
 
 
-async def _send_patiently(send: SendRequest, request: BatchRequest, seconds: float) -> BatchAnswer:
+async def send_patiently(send: SendRequest, request: BatchRequest, seconds: float) -> BatchAnswer:
+    """Sends a request again while the service is busy.
+
+    Raises Unavailable if it is still busy `seconds` after the first failure.
+    """
     # Set at the first failure: before that, a request may take longer than the patience.
     deadline: float | None = None
     while True:

@@ -4,10 +4,10 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 
@@ -18,40 +18,43 @@ from ...proto.errors import (
     Unauthenticated,
     Unavailable,
 )
+from ...router.api.batches.lines import BatchRequest
 from ...router.api.openai.answers import error_response
 from ...router.api.openai.openapi import REQUEST_ID
-from ...router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
 from ...router.api.openai.streaming import GenerationResponse
-from ...router.api.service import GenerationService
+from ...router.api.server.http_operations import POSTS
+from ...router.api.service import GenerationService, tandem_errors_only
+from ...router.auth.authenticator import Caller
 from ...router.frontend.prepare import RequestContext
 from ..text_files import read_trust
-from .batch import BatchAnswer, BatchRequest, SendRequest
+from .batch import BatchAnswer, SendRequest
 
-_PARSERS: Final[Mapping[str, Callable[[bytes, str], OpenAIRequest]]] = {
-    "/v1/completions": parse_completion,
-    "/v1/chat/completions": parse_chat,
-}
 _CONNECT_SECONDS: Final = 10.0
 # Without a sign of the server's machine. There is no time limit for an answer.
 _GONE_SECONDS: Final = 60
 _PROBE_SECONDS: Final = 10
 
 
-def engine_sender(service: GenerationService) -> SendRequest:
+def engine_sender(service: GenerationService, caller: Caller = Caller()) -> SendRequest:
     """Returns a function that answers requests like the HTTP server of `service`."""
 
     async def send(request: BatchRequest) -> BatchAnswer:
         request_id = uuid.uuid4().hex
+        body = json.dumps(request.body).encode()
+        context = RequestContext(arrived=time.monotonic(), caller=caller)
+        _, answer = POSTS[request.url]
         try:
-            parsed = _PARSERS[request.url](json.dumps(request.body).encode(), request_id)
+            with tandem_errors_only():
+                response = await answer(service, body, request_id, context)
+                if isinstance(response, GenerationResponse):
+                    response = await response.render_full()
         except TandemError as error:
-            response: Any = error_response(error)
-        else:
-            response = await GenerationResponse(
-                service, parsed, RequestContext(arrived=time.monotonic())
-            ).render_full()
+            response = error_response(error)
         return BatchAnswer(
-            status=response.status_code, body=json.loads(response.body), request_id=request_id
+            status=response.status_code,
+            body=json.loads(bytes(response.body)),
+            request_id=request_id,
+            retry_after=_seconds(response.headers),
         )
 
     return send
@@ -79,7 +82,7 @@ async def service_sender(
                 async with session.post(url + request.url, json=request.body) as response:
                     text = await response.text()
                     status = response.status
-                    seconds = response.headers.get("Retry-After", "")
+                    retry_after = _seconds(response.headers)
                     request_id = response.headers.get(REQUEST_ID, "")
             except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
                 raise InvalidArgument("must be http(s)://HOST:PORT", "--url") from None
@@ -95,10 +98,15 @@ async def service_sender(
                 status=status,
                 body=_parse(text, status),
                 request_id=request_id,
-                retry_after=float(seconds) if seconds.isdecimal() else None,
+                retry_after=retry_after,
             )
 
         yield send
+
+
+def _seconds(headers: Mapping[str, str]) -> float | None:
+    given = headers.get("Retry-After", "")
+    return float(given) if given.isdecimal() else None
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:

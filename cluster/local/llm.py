@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument, Unavailable
 from ...proto.parameters import ROWS
+from ...router.api.batches.lines import BatchRequest
 from ...router.client.request import chat_prompt, generate_request, text_prompt
 from ...router.client.results import Collector
 from ...router.client.types import Completion, Delta, Message, Options, TemplateOptions
@@ -32,7 +33,7 @@ from ..eval.gather import map_concurrently
 from ..eval.perplexity import measure_perplexity
 from ..settings import NULL, local_keys
 from ..tables import progress_bar
-from .batch import BatchCounts, BatchOutput, BatchRequest, answer_requests
+from .batch import BatchCounts, BatchOutput, answer_requests
 from .environment import SPINNING
 from .garbage import collections_paused
 from .loop_thread import CLOSED, LoopThread

@@ -36,6 +36,7 @@ from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
 from .members import Continuity, Members, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .status import WorkerStatuses, describe_routers, drain_workers
+from .storage.remote import RemoteStorage
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, keep_reporting
 
@@ -69,7 +70,7 @@ class Replica:
         if config.log_format == "json":
             write_json_logs()
         self._config = config
-        self._directory = DirectoryClient(config.name)
+        self._directory = DirectoryClient(config.name, config.storage)
         self._label = f"tandem {kind} {config.served_name}"
         context = serve.get_replica_context()
         self._application = context.app_name
@@ -252,6 +253,8 @@ class Router(Replica):
                 blocked_prompts=self._blocked_prompts,
                 adapters=self._adapters,
                 describe=self.status,
+                name=self._member_id,
+                storage=RemoteStorage(self._directory.call_store),
             )
             await runtime.serve_ops(
                 config.router.ops_port,
@@ -267,6 +270,7 @@ class Router(Replica):
                 self._watch(runtime, watcher),
                 runtime.keep_ready(),
                 runtime.console.run(),
+                runtime.batches.run(),
                 self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters),
                 *(watch.run() for watch in runtime.watches),
             )

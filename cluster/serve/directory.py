@@ -1,5 +1,6 @@
 """Runs the directory of a service as a Ray actor, and calls it.
 
+Beside the members, the actor holds the store of responses, files and batches (storage/).
 Workers register with every heartbeat, routers with every long poll. Routers also share the prompts
 that have crashed workers, so that each router refuses them, and the adapters that were loaded and
 unloaded while they run.
@@ -20,6 +21,7 @@ from ...proto import worker_pb2
 from ...proto.errors import Unavailable
 from ...router.adapters import AdapterRegistry
 from ...router.dispatch.blocked_prompts import BlockedPrompts
+from ...router.storage.config import StorageConfig
 from .members import EXPIRY_SECONDS, NOTHING, Changes, Directory, RouterInfo
 
 log = logging.getLogger(__name__)
@@ -95,8 +97,10 @@ class DirectoryClient:
     later call starts a new one.
     """
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, storage: StorageConfig = StorageConfig()) -> None:
+        """`storage` configures the store beside a directory that this client starts."""
         self._service = service
+        self._storage = storage
         self._handle: Any = None
         self._next_poll = 0.0  # by time.monotonic()
 
@@ -159,19 +163,27 @@ class DirectoryClient:
         changes: Changes = await self._call("changes")
         return changes
 
+    async def call_store(self, method: str, *args: Any, wait: float = 0.0) -> Any:
+        """Returns the result of a method of Storage, which may wait for `wait` seconds."""
+        return await self._call("call_store", method, *args, wait=wait)
+
     async def _call(self, method: str, *args: object, wait: float = 0.0) -> Any:
         try:
             async with asyncio.timeout(CALL_SECONDS + wait):
                 if self._handle is None:
-                    self._handle = await asyncio.to_thread(open_directory, self._service)
+                    self._handle = await asyncio.to_thread(
+                        open_directory, self._service, self._storage
+                    )
                 return await getattr(self._handle, method).remote(*args)
         except (ray.exceptions.RayActorError, TimeoutError) as error:
             self._handle = None
             raise Unavailable(f"the directory does not answer ({type(error).__name__})") from error
 
 
-def open_directory(service: str) -> Any:
+def open_directory(service: str, storage: StorageConfig = StorageConfig()) -> Any:
     """Returns the actor handle of the service's directory; starts the directory if it does not run.
+
+    `storage` configures the store that it holds beside the members.
 
     The actor outlives its creator; `close_directory` ends it.
     """
@@ -184,7 +196,7 @@ def open_directory(service: str) -> Any:
         max_restarts=-1,
         max_concurrency=1000,
         num_cpus=0,
-    ).remote()
+    ).remote(storage=storage)
 
 
 def close_directory(service: str) -> None:

@@ -149,7 +149,7 @@ def start_service(
         with in_one_line("Ray Serve did not start"):
             check_gpus(config, _nodes())
             if local:
-                open_directory(config.name)  # it starts beside Serve
+                open_directory(config.name, config.storage)  # it starts beside Serve
             root_url = _start_serve(config, local=local)
             running = running_application(config.name)
             continuity = take_over(config, folder, running, local=local)

@@ -22,6 +22,8 @@ from ...proto import worker_pb2
 from ...proto.identity import PeerIdentity
 from ...router.adapters import AdapterRegistry, Shared
 from ...router.dispatch.blocked_prompts import BlockedPrompts
+from ...router.storage.config import StorageConfig
+from .storage.host import StorageHost
 
 EXPIRY_SECONDS: Final = 10.0
 LOAD_SECONDS: Final = 0.25  # from the start of a poll until loads alone end it
@@ -95,8 +97,12 @@ class Directory:
     """Registers workers and routers and lists them. Not thread-safe: use it on one event loop."""
 
     def __init__(
-        self, expiry: float = EXPIRY_SECONDS, clock: Callable[[], float] = time.monotonic
+        self,
+        expiry: float = EXPIRY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        storage: StorageConfig = StorageConfig(),
     ) -> None:
+        self._store = StorageHost(storage)
         self._expiry = expiry
         self._clock = clock
         self._started = clock()
@@ -117,6 +123,10 @@ class Directory:
 
     def __repr__(self) -> str:
         return f"tandem directory of {len(self._entries)} workers and routers"
+
+    async def call_store(self, method: str, *args: object) -> object:
+        """Returns the result of a method of Storage, which has nothing to do with the members."""
+        return await self._store.call(method, *args)
 
     async def register(self, info: bytes) -> None:
         """Adds or refreshes a worker; a heartbeat is the same call.

@@ -37,6 +37,7 @@ from ...router.request import LoraAdapter
 from ...router.resume.policy import ResumePolicy
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
+from ...router.storage.interface import Storage
 from ...workers.model.config import read_fields, text_model_of
 from ...workers.model.generic.context import read_context_tokens
 from ..config import RouterConfig, TandemConfig, check_interface
@@ -45,6 +46,7 @@ from ..store.adapters import configured_adapters, named_adapter
 from ..store.generation_defaults import generation_defaults
 from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
+from .storage.runner import BatchRunner
 from .telemetry.monitor import RouterMonitor, open_spans
 
 _COMPRESSION: Final = {
@@ -68,11 +70,13 @@ class RouterRuntime:
         watches: Sequence[FileWatch[Any]],
         monitor: RouterMonitor,
         console: ConsoleFeed,
+        batches: BatchRunner,
         claims: ExitStack,
     ) -> None:
         self.authenticator = authenticator
         self.watches = watches  # their `run` reloads keys and certificates that change
         self.console = console  # its `run` samples the figures that the console shows
+        self.batches = batches  # its `run` answers lines of batches
         self._claims = claims
         self._registry = registry
         self._admission = admission
@@ -105,6 +109,8 @@ class RouterRuntime:
         blocked_prompts: BlockedPrompts | None = None,
         adapters: AdapterRegistry | None = None,
         describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+        name: str = "",
+        storage: Storage | None = None,
     ) -> Self:
         """Binds both API servers, which do not serve without decode workers.
 
@@ -120,6 +126,8 @@ class RouterRuntime:
         `blocked_prompts`: see Dispatcher.
         `adapters`: None: the adapters in `config`.
         `describe`: see ConsoleFeed.
+        `name`: of this router, unlike all others of the service.
+        `storage`: see GenerationService.
 
         Raises OSError or RuntimeError if all its ports are in use, InvalidArgument if keys are
         needed or their file is invalid.
@@ -151,6 +159,7 @@ class RouterRuntime:
             _adapter_admin(config, adapters, registry, identity),
             aliases=config.aliases,
             resume_policy=ResumePolicy(router.resume_seconds),
+            storage=storage,
         )
         with suppress(Unavailable):  # then each chat fails with it, and other requests succeed
             await service.model("").tokenizer.wait_for_chats()
@@ -187,6 +196,7 @@ class RouterRuntime:
             watches,
             monitor,
             console,
+            BatchRunner(service, authenticator, name, config.storage.batch_concurrency),
             claims,
         )
 

@@ -28,6 +28,8 @@ from ..resume.policy import ResumePolicy
 from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
 from ..scheduling.capacity import Capacity
+from ..storage.interface import Storage
+from ..storage.local import LocalStorage
 from ..telemetry.requests import RequestFacts, RequestTelemetry
 from ..telemetry.trace import CURRENT_REQUEST
 
@@ -77,6 +79,7 @@ class GenerationService:
         adapters: AdapterAdmin | None = None,
         aliases: Collection[str] = (),
         resume_policy: ResumePolicy | None = None,
+        storage: Storage | None = None,
     ) -> None:
         """Takes at least one of `models`; `source` generates for all of them.
 
@@ -85,6 +88,7 @@ class GenerationService:
         requests; None: a random key. `telemetry` follows each running request. `adapters`: of the
         first model, each served under its name. `aliases`: other names of the first model. An alias
         in the form of a hub id is listed; other aliases, such as the path of a folder, are not.
+        `storage` keeps responses, files and batches; None: in memory, for this service alone.
         """
         self.http_port = 0  # of the HTTP API beside the gRPC API, once it listens
         self._models = {model.name: model for model in models}
@@ -95,6 +99,7 @@ class GenerationService:
         self._resume_key = ResumeKey(resume_key or secrets.token_bytes(32))
         self._resume_policy = resume_policy or ResumePolicy()
         self.telemetry = telemetry or RequestTelemetry()
+        self.storage = storage or LocalStorage()
 
     @property
     def models(self) -> list[ServedModel]:

@@ -128,6 +128,21 @@ class Authenticator:
             raise Unauthenticated(_WRONG)
         return caller
 
+    def caller_of(self, tenant: str, key_name: str) -> Caller | None:
+        """Returns the caller with the key of this name, for work that it has left with the service.
+
+        None: the key has been removed, has expired or belongs to another tenant. In a service
+        without keys, all callers are one.
+        """
+        if self._is_open:
+            if key_name:
+                return None
+            return self._anonymous if self._share else replace(self._anonymous, sees_all=False)
+        for key, caller in self._callers.values():
+            if (key.name, key.tenant) == (key_name, tenant) and not key.has_expired(self._clock()):
+                return caller
+        return None
+
     def _salt(self, kind: str, name: str) -> bytes:
         """Returns a salt that cannot be computed without the secret."""
         return hmac.digest(self._salts, f"{kind} {name}".encode(), "sha256")

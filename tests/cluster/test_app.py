@@ -99,7 +99,7 @@ def test_a_start_that_times_out_is_one_line(
         "tandem.cluster.serve.launch.serve_http_address", lambda: ("127.0.0.1", 8000)
     )
     for name in ("open_directory", "close_directory"):
-        monkeypatch.setattr(f"tandem.cluster.serve.launch.{name}", lambda name: None)
+        monkeypatch.setattr(f"tandem.cluster.serve.launch.{name}", lambda *args: None)
     monkeypatch.setattr(
         "tandem.workers.model.loader.open_checkpoint", lambda *args, **options: Mock()
     )

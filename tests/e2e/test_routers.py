@@ -4,6 +4,7 @@ clients that know both.
 """
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
@@ -22,6 +24,7 @@ from tandem.tests.service import expected_tokens, small_config, status, wait_unt
 from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 100
+BATCH_LINES = 60
 LONG = 1_200  # tokens of the streams during which a router is killed
 PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 60 * n)] for n in range(6)]
 
@@ -267,10 +270,19 @@ def has_recovered(name: str) -> bool:
 
 
 async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_model: Path) -> None:
+    """Also with the batch and the stored response that the killed one has taken."""
     from tandem.proto.errors import TandemError
 
     before = routers(service)
     killed, alive = service.grpc_addresses
+    at_killed, at_alive = (
+        openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none")
+        for address in service.http_addresses
+    )
+    batch_id = await begin_batch(at_killed)
+    stored = await at_killed.responses.create(
+        model=service.config.served_name, input="hello", max_output_tokens=4
+    )
     lost = asyncio.create_task(generate_all(killed, LONG, max_retries=0))
     kept = asyncio.create_task(generate_all(alive, LONG))
     moved = asyncio.create_task(generate_all(f"{killed},{alive}", LONG))
@@ -283,6 +295,16 @@ async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_mo
         assert [len(tokens) for tokens in found] == [LONG] * len(PROMPTS)
         assert [tokens[:NUM_TOKENS] for tokens in found] == expected
     assert await generate_all(alive) == expected
+    answers = await answers_of_batch(at_alive, batch_id)
+    assert list(answers) == [f"line-{i}" for i in range(BATCH_LINES)]
+    assert len(set(answers.values())) == 1
+    assert (await at_alive.responses.retrieve(stored.id)).to_dict() == stored.to_dict()
+    await at_alive.responses.create(
+        model=service.config.served_name,
+        previous_response_id=stored.id,
+        input="and?",
+        max_output_tokens=4,
+    )
     deadline = time.monotonic() + 60
     while (
         len(now := routers(service)) != 2 or now.keys() == before.keys()
@@ -293,6 +315,35 @@ async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_mo
     for address in now.values():
         assert await generate_all(address) == expected
     wait_until_idle(service.status_url)
+
+
+async def begin_batch(client: openai.AsyncOpenAI) -> str:
+    """Begins a batch of equal greedy requests."""
+    body = {"prompt": PROMPTS[2], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": f"line-{i}"} | line) for i in range(BATCH_LINES)]
+    file = await client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    made = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    return made.id
+
+
+async def answers_of_batch(client: openai.AsyncOpenAI, batch_id: str) -> dict[str, str]:
+    """Waits for the end of a batch; returns the text by the custom id of each line."""
+    deadline = time.monotonic() + 60
+    while (batch := await client.batches.retrieve(batch_id)).status != "completed":
+        assert time.monotonic() < deadline, batch
+        await asyncio.sleep(0.05)
+    assert batch.error_file_id is None
+    assert batch.output_file_id is not None
+    content = (await client.files.content(batch.output_file_id)).text
+    lines = [json.loads(line) for line in content.splitlines()]
+    found = {
+        line["custom_id"]: str(line["response"]["body"]["choices"][0]["text"]) for line in lines
+    }
+    assert len(found) == len(lines)
+    return found
 
 
 async def running(service: Any) -> None:

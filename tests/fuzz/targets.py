@@ -20,7 +20,8 @@ from tandem.router.api.anthropic.requests import parse_count_tokens, parse_messa
 from tandem.router.api.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import parse_chat, parse_completion
-from tandem.router.api.responses.requests import parse_responses
+from tandem.router.api.responses.bodies import ResponsesBody
+from tandem.router.api.responses.requests import translate_responses
 from tandem.router.auth.keys import load_keys
 from tandem.router.frontend.chat import check_chat, json_object
 from tandem.router.frontend.validation import check_parameters
@@ -112,9 +113,11 @@ def bodies(data: bytes) -> object:
             parse(kind, data)
     with suppress(InvalidArgument):
         list(parse_completion(data, "id").requests())
-    for translate in (parse_chat, parse_messages, parse_responses):
+    for translate in (parse_chat, parse_messages):
         with suppress(InvalidArgument):
             list(translate(data, "id").requests())
+    with suppress(InvalidArgument):
+        list(translate_responses(parse(ResponsesBody, data), "id").requests())
     with suppress(InvalidArgument):
         parse_count_tokens(data)
     return parse(ChatBody, data)

@@ -203,7 +203,7 @@ REASONS: Final = {
     "prompt_embeds": "is not supported; send text or token ids",
     "kv_transfer_params": "is not supported; the service moves KV cache itself",
     "documents": "must be a list of objects",
-    "store": "must be false: answers are not stored",
+    "store": "must be true or false, and true only in /v1/responses",
 }
 """By field of OpenAI or vLLM, the reason why a value is refused, and the remedy."""
 

@@ -1,9 +1,9 @@
 """Makes the OpenAPI document: the body and the responses of each path."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -60,6 +60,14 @@ _SCHEMAS: Final = {
         type={"const": "error"}, error=_object(type=_STRING, message=_STRING)
     ),
     "TokenCount": _object(input_tokens=_INTEGER),
+    "File": _object(
+        id=_STRING, object={"const": "file"}, bytes=_INTEGER, filename=_STRING, purpose=_STRING
+    ),
+    "Batch": _object(
+        id=_STRING, object={"const": "batch"}, status=_STRING, request_counts={"type": "object"}
+    ),
+    "List": _object(object={"const": "list"}, data={"type": "array"}, has_more={"type": "boolean"}),
+    "Deleted": _object(id=_STRING, object=_STRING, deleted={"const": True}),
 }
 
 
@@ -67,7 +75,7 @@ _ERRORS: Final = {
     400: "A field is wrong; `param` names it.",
     401: "The service needs an API key, and this one is not valid.",
     403: "The host, the origin or the key of the request has no permission.",
-    404: "No such model.",
+    404: "No such model, response, file or batch.",
     413: "The body is too large.",
     415: "The body has a Content-Encoding other than gzip.",
     429: "Queue or cache is full, or the key's limits are reached; see Retry-After.",
@@ -80,7 +88,23 @@ READ_ERRORS: Final = (400, 401, 403, 404, 413, 415, 429)
 """The statuses of errors of a path that takes a body and generates nothing."""
 
 MODEL_NAME: Final = {"name": "name", "in": "path", "required": True, "schema": _STRING}
-"""The parameter in the path of one model."""
+"""The parameter in the path of one model, response, file or batch."""
+
+LIST_PARAMETERS: Final = (
+    {
+        "name": "limit",
+        "in": "query",
+        "description": "The maximum number of entries.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    {
+        "name": "after",
+        "in": "query",
+        "description": "The id of the entry before the first one.",
+        "schema": _STRING,
+    },
+)
+ORDER: Final = {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}}
 
 _GENERATION_HEADERS: Final = (
     {
@@ -107,18 +131,22 @@ _GENERATION_HEADERS: Final = (
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes a path. Its method is POST if it has a body, otherwise GET."""
+    """Describes a path and a method: POST if it has a body, otherwise GET, unless `verb` is set."""
 
     summary: str
     success: dict[str, Any]  # the description of the response of status 200
     errors: Sequence[int]  # the other statuses
     body: type[BaseModel] | None = None
     error_schema: str = "Error"
-    parameters: Sequence[dict[str, Any]] = ()
+    parameters: Sequence[Mapping[str, Any]] = ()
+    verb: Literal["", "DELETE", "POST"] = ""
+    form: Mapping[str, Any] | None = None  # the schema of a body of type multipart/form-data
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is None else "POST"
+        if self.verb:
+            return self.verb
+        return "GET" if self.body is None and self.form is None else "POST"
 
     def describe(self, path: str) -> dict[str, Any]:
         """Returns the part of the document about this path."""
@@ -133,6 +161,9 @@ class Operation:
         }
         if self.body is not None:
             described["requestBody"] = {"required": True} | _content(self.body.__name__)
+        if self.form is not None:
+            content = {"multipart/form-data": {"schema": self.form}}
+            described["requestBody"] = {"required": True, "content": content}
         if self.parameters:
             described["parameters"] = list(self.parameters)
         return {self.method.lower(): described}
@@ -168,14 +199,19 @@ def generation(
     return Operation(summary, success, errors, body, error_schema, _GENERATION_HEADERS)
 
 
-def document(version: str, operations: Mapping[str, Operation]) -> dict[str, Any]:
-    """Returns the whole document. `operations`: by path."""
-    kinds = dict.fromkeys(each.body for each in operations.values() if each.body is not None)
+def document(version: str, operations: Iterable[tuple[str, Operation]]) -> dict[str, Any]:
+    """Returns the whole document. `operations`: each with its path."""
+    kinds: dict[type[BaseModel], None] = {}
+    paths: dict[str, dict[str, Any]] = {}
+    for path, operation in operations:
+        paths.setdefault(path, {}).update(operation.describe(path))
+        if operation.body is not None:
+            kinds[operation.body] = None
     _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": version, "description": _DESCRIPTION},
-        "paths": {path: each.describe(path) for path, each in operations.items()},
+        "paths": paths,
         "components": {
             "schemas": _SCHEMAS | schemas["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},

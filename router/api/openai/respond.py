@@ -43,10 +43,14 @@ async def respond(
     request: Request,
     answer: Callable[[bytes, str, RequestContext], Awaitable[Response]],
     form: AnswerForm = OPENAI_FORM,
+    *,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+    is_form: bool = False,
 ) -> Response:
     """Reads the body and answers it; turns errors into responses of `form`.
 
-    The header `x-request-id` of the response has the request's id.
+    `max_bytes`: of the body. `is_form`: the body is not JSON. The header `x-request-id` of the
+    response has the request's id.
     """
     arrived = time.monotonic()
     request_id = uuid.uuid4().hex
@@ -65,9 +69,10 @@ async def respond(
                 trace=parse_traceparent(request.headers.get(TRACEPARENT)),
             )
             is_gzip = _is_gzip(request.headers.getlist("content-encoding"))
-            body = await _read(request)
+            body = await _read(request, max_bytes)
             is_read = True
-            check_json(request.headers)
+            if not is_form:
+                check_json(request.headers)
             if is_gzip:
                 body = await PARSER.run(context.caller.turn, len(body), _gunzip, body)
             response = await answer(body, request_id, context)
@@ -79,6 +84,17 @@ async def respond(
         response = form.error_response(error, http_field)
     response.headers[REQUEST_ID] = request_id
     return response
+
+
+async def respond_without_body(
+    request: Request, answer: Callable[[Request], Awaitable[Response]]
+) -> Response:
+    """Answers a request whose body is not read; turns errors into responses of OpenAI's API."""
+    try:
+        with tandem_errors_only():
+            return await answer(request)
+    except TandemError as error:
+        return OPENAI_FORM.error_response(error, http_field)
 
 
 def _timeout(header: str | None) -> float | None:
@@ -93,21 +109,21 @@ def _timeout(header: str | None) -> float | None:
     )
 
 
-async def _read(request: Request) -> bytes:
-    """Returns the body.
+async def _read(request: Request, most: int) -> bytes:
+    """Returns the body of at most `most` bytes.
 
     Raises TooLarge (before reading if Content-Length is too large), DeadlineExceeded, or Cancelled
     if the client has disconnected.
     """
     body = bytearray()
     announced = request.headers.get("content-length", "")
-    has_room = not announced.isdecimal() or int(announced[:20]) <= MAX_MESSAGE_BYTES
+    has_room = not announced.isdecimal() or int(announced[:20]) <= most
     try:
         async with asyncio.timeout(_MAX_BODY_SECONDS):
             while has_room:
                 async for part in request.stream():
                     body += part
-                    has_room = len(body) <= MAX_MESSAGE_BYTES
+                    has_room = len(body) <= most
                     if not has_room:
                         break
                 else:
@@ -118,11 +134,11 @@ async def _read(request: Request) -> bytes:
         ) from None
     except ClientDisconnect:
         raise Cancelled("the client has disconnected") from None
-    raise _too_large()
+    raise _too_large(most)
 
 
-def _too_large() -> TooLarge:
-    return TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
+def _too_large(most: int) -> TooLarge:
+    return TooLarge(f"the body has more than {most} bytes")
 
 
 def _is_gzip(encodings: Sequence[str]) -> bool:
@@ -151,7 +167,7 @@ def _gunzip(body: bytes) -> bytes:
     except zlib.error:
         raise InvalidArgument("the body is not gzip data", "Content-Encoding") from None
     if len(found) > MAX_MESSAGE_BYTES:
-        raise _too_large()
+        raise _too_large(MAX_MESSAGE_BYTES)
     if not unpacking.eof:
         raise InvalidArgument("the gzip data is not complete", "Content-Encoding")
     if unpacking.unused_data:

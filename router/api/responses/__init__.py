@@ -1,1 +1,1 @@
-"""Serves OpenAI's Responses API; it stores no responses."""
+"""Serves OpenAI's Responses API, and stores responses for clients that continue them."""

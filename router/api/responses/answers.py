@@ -2,16 +2,16 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from typing_extensions import override
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ..openai.answers import error_response, error_text
+from ..openai.answers import error_text
 from ..openai.requests import ParsedRequest
-from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds, streaming_form
+from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds
 from .bodies import ResponsesFields
 
 _MAX_EVENTS_PER_TOKEN: Final = 16
@@ -21,15 +21,24 @@ _LOGPROBS: Final[dict[TextKind, dict[str, Any]]] = {"text": {"logprobs": []}, "r
 """Further fields of a part and of its events, by kind."""
 
 
+KeepResponse = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
 class ResponsesWriter(ItemWriter):
     """Writes the answer to one request: as events, or in full."""
 
     def __init__(
-        self, request: ParsedRequest[ResponsesFields], model: str, _prompts: TokenIds
+        self,
+        request: ParsedRequest[ResponsesFields],
+        model: str,
+        _prompts: TokenIds,
+        keep: KeepResponse | None = None,
     ) -> None:
+        """`keep` stores the finished response, and returns it with the fact."""
         super().__init__()
+        self._keep = keep
         self._request_id = request.request_id
-        self._head = _head(request, model)
+        self._head = _head(request, model) | {"store": keep is not None}
         self._sequence_number = 0  # of the next event
         self._num_delivered_tokens = 0  # tokens that the client had before it resumed
         self._output: list[dict[str, Any]] = []  # items; the last one may be open
@@ -41,6 +50,14 @@ class ResponsesWriter(ItemWriter):
         self._num_delivered_tokens += sum(len(message.token_ids) for message in messages)
         # Above all numbers of the stream that broke, whose messages had other boundaries.
         self._sequence_number = _MAX_EVENTS_PER_TOKEN * (1 + self._num_delivered_tokens)
+
+    @override
+    async def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
+        events = await super().chunk(prompt, message)
+        if message.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED:
+            return events
+        response = await self._finished(message)
+        return events + self._event(f"response.{response['status']}", response=response)
 
     @override
     def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
@@ -55,7 +72,7 @@ class ResponsesWriter(ItemWriter):
     async def render_full(self, answers: Answers) -> bytes:
         ((message,),) = answers
         list(self._events(message))  # collects the items
-        return json.dumps(self._response(message)).encode()
+        return json.dumps(await self._finished(message)).encode()
 
     @override
     def _start(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
@@ -102,8 +119,7 @@ class ResponsesWriter(ItemWriter):
 
     @override
     def _finish(self, message: inference_pb2.GenerateResponse) -> Iterator[bytes]:
-        response = self._response(message)
-        yield self._event(f"response.{response['status']}", response=response)
+        yield from ()  # `chunk` writes the last event, once the response is stored
 
     def _add_item(self, prefix: str, item: dict[str, Any]) -> bytes:
         item_id = f"{prefix}_{self._request_id}_{len(self._output)}"
@@ -126,6 +142,11 @@ class ResponsesWriter(ItemWriter):
         numbered = {"type": name, "sequence_number": self._sequence_number} | fields
         self._sequence_number += 1
         return f"event: {name}\ndata: {json.dumps(numbered)}\n\n".encode()
+
+    async def _finished(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """Returns the finished response, stored if it is to be; `message` is the last one."""
+        response = self._response(message)
+        return response if self._keep is None else await self._keep(response)
 
     def _response(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         """Returns the finished response; `message` is the last one."""
@@ -160,9 +181,8 @@ def _head(request: ParsedRequest[ResponsesFields], model: str) -> dict[str, Any]
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": effort, "summary": None},
-        "store": False,
         "text": {"format": {"type": "text"}} | dumped.get("text", {}),
         "tool_choice": dumped.get("tool_choice", "auto"),
         "tools": dumped.get("tools", []),
@@ -181,6 +201,3 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-RESPONSES_FORM: Final = streaming_form(ResponsesWriter, error_response)

@@ -22,9 +22,9 @@ from ..openai.bodies import (
     with_named_parameters,
 )
 
-NotStored = Annotated[
+NoConversation = Annotated[
     None,
-    refusing("is not supported: responses are not stored; send the whole conversation as input"),
+    refusing("is not supported: continue with previous_response_id, or send the whole input"),
 ]
 
 
@@ -199,9 +199,15 @@ class ResponsesFields(OpenModel):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     last_event_id: LastEventId = None
-    store: Only[Literal[False]] = None
-    previous_response_id: NotStored = None
-    conversation: NotStored = None
+    store: bool | None = Field(
+        None, description="If not false, the response can be continued and retrieved by its id."
+    )
+    previous_response_id: str | None = Field(
+        None,
+        max_length=limits.MAX_REQUEST_ID_CHARACTERS + 8,
+        description="The id of a stored response, whose conversation comes before the input.",
+    )
+    conversation: NoConversation = None
     background: Only[Literal[False]] = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, Field(max_length=1)] = (
         Field(None, description="Accepted, without effect: reasoning comes as text.")

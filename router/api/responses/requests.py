@@ -9,7 +9,7 @@ from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
 from ..openai.bodies import OtherPart
-from ..openai.parsing import json_text, parse
+from ..openai.parsing import json_text
 from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
     PARAMETER_NAMES,
@@ -19,7 +19,6 @@ from .bodies import (
     NamedFunctionTool,
     Part,
     ReasoningItem,
-    ResponsesBody,
     ResponsesFields,
 )
 
@@ -31,11 +30,15 @@ _MODES: Final = {
 }
 
 
-def parse_responses(body: bytes, request_id: str) -> ParsedRequest[ResponsesFields]:
-    """Translates the body of POST /v1/responses. Raises InvalidArgument that names the field."""
-    parsed = parse(ResponsesBody, body)
+def translate_responses(
+    parsed: ResponsesFields, request_id: str, earlier: Sequence[object] = ()
+) -> ParsedRequest[ResponsesFields]:
+    """Translates the body of POST /v1/responses; its input comes after the `earlier` items.
+
+    Raises InvalidArgument that names the field.
+    """
     names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
-    chat = _chat(parsed, names)
+    chat = _chat(parsed, names, earlier)
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
     # The format binds only text, and a required call has none.
@@ -54,7 +57,9 @@ def parse_responses(body: bytes, request_id: str) -> ParsedRequest[ResponsesFiel
     )
 
 
-def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
+def _chat(
+    body: ResponsesFields, names: dict[str, str], earlier: Sequence[object]
+) -> inference_pb2.Chat:
     """Returns the chat; adds the fields of its messages and tools to `names`."""
     chat = inference_pb2.Chat()
 
@@ -64,6 +69,8 @@ def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
 
     if body.instructions:
         add("instructions", role="system", content=body.instructions)
+    for item in earlier:
+        _add_item(chat, add, item, "previous_response_id")
     if isinstance(body.input, str):
         add("input", role="user", content=body.input)
     else:

@@ -34,7 +34,7 @@ def browser_gate(
         inner = CORSMiddleware(
             app,
             allow_origins=browsers.cors_origins,
-            allow_methods=("GET", "HEAD", "POST"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
             expose_headers=(REQUEST_ID, MAX_TOKENS, "Retry-After"),

@@ -18,6 +18,7 @@ from ...frontend.prepare import RequestContext
 from ..anthropic.answers import ANTHROPIC_FORM
 from ..anthropic.bodies import CountTokensBody, MessagesBody
 from ..anthropic.requests import parse_count_tokens, parse_messages
+from ..batches.batches import BatchBody, create_batch
 from ..openai.answers import OPENAI_FORM
 from ..openai.bodies import (
     ChatBody,
@@ -41,9 +42,8 @@ from ..openai.requests import AnyRequest, parse_chat, parse_completion, parse_to
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
 from ..openai.writers import AnswerForm
-from ..responses.answers import RESPONSES_FORM
 from ..responses.bodies import ResponsesBody
-from ..responses.requests import parse_responses
+from ..responses.stored import answer_responses
 from ..service import GenerationService
 
 
@@ -164,7 +164,7 @@ POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
             "response",
             ("id", "output", "status", "usage"),
         ),
-        partial(_generate, parse_responses, RESPONSES_FORM),
+        answer_responses,
     ),
     ANTHROPIC_PATH: (
         generation(
@@ -211,6 +211,10 @@ POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
             "Returns the text of token ids.", ok("DetokenizeResponse"), READ_ERRORS, DetokenizeBody
         ),
         _detokenize,
+    ),
+    "/v1/batches": (
+        Operation("Creates a batch.", ok("Batch"), (*READ_ERRORS, 503), BatchBody),
+        create_batch,
     ),
     "/v1/load_lora_adapter": (
         Operation(

@@ -33,6 +33,7 @@ from .connection import ConnectionBounds
 from .gate import browser_gate, key_gate
 from .http_operations import ANTHROPIC_PATH, POSTS
 from .listener import HttpListener
+from .stored_operations import STORED
 
 _VERSION: Final = version("tandem-llm")
 _MAX_PATH: Final = 80  # characters that an error repeats
@@ -114,12 +115,15 @@ class HttpServer:
         for path, (_, answer) in POSTS.items():
             endpoint = partial(respond, answer=partial(answer, self._service), form=_form(path))
             routes.append(Route(path, endpoint, methods=["POST"]))
+        for path, operation, stored in STORED:
+            routes.append(Route(path, partial(stored, self._service), methods=[operation.method]))
         for path, page in console_endpoints(self._console).items():
             routes.append(Route(path, page))
 
         @cache
         def content() -> bytes:
-            operations = {path: operation for path, (operation, _) in (gets | POSTS).items()}
+            operations = [(path, operation) for path, (operation, _) in (gets | POSTS).items()]
+            operations += [(path, operation) for path, operation, _ in STORED]
             return json.dumps(document(_VERSION, operations)).encode()
 
         async def describe(_request: Request) -> Response:

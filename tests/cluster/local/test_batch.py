@@ -19,11 +19,11 @@ from tandem.cluster.local import batch, batch_senders
 from tandem.cluster.local.batch import (
     BatchAnswer,
     BatchOutput,
-    BatchRequest,
     answer_requests,
     read_requests,
 )
 from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.router.api.batches.lines import BatchRequest
 from tandem.tests.damaged import NUM_INPUTS, damaged
 
 
@@ -48,7 +48,7 @@ def write(path: Path, *lines: str) -> Path:
         (["{"], 1, "Invalid JSON"),
         ([line(), "", line()], 3, "custom_id: 'a' is already in line 1"),
         ([line(), line("b", method="GET")], 2, "method: "),
-        ([line(url="/v1/embeddings")], 1, "url: "),
+        ([line(url="/v1/tokenize")], 1, "url: "),
         ([line(body="x")], 1, "body: "),
         ([line(custom_id="")], 1, "custom_id: "),
         ([line(custom_id=3)], 1, "custom_id: "),

@@ -179,12 +179,7 @@ async def test_output_of_a_schema(service: Service, client: openai.AsyncOpenAI) 
 
 async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str, str]] = [
-        (
-            {"previous_response_id": "resp_1"},
-            "previous_response_id",
-            "send the whole conversation as input",
-        ),
-        ({"store": True}, "store", "answers are not stored"),
+        ({"conversation": "conv_1"}, "conversation", "continue with previous_response_id"),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be from 1"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
     ]

@@ -1,0 +1,1 @@
+"""Runs the store of responses, files and batches beside the directory, and answers batches."""

@@ -1,0 +1,1 @@
+"""Serves OpenAI's Files and Batch APIs."""

@@ -1,0 +1,192 @@
+"""Answers the requests of OpenAI's Batch API. Runners of the routers answer the batches' lines."""
+
+import time
+import uuid
+from functools import partial
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ....proto.errors import InvalidArgument, NotFound, Overloaded
+from ...frontend.fair_threads import FairThreads
+from ...frontend.prepare import RequestContext
+from ...storage.interface import (
+    BATCH_SECONDS,
+    MAX_BATCH_LINES,
+    MAX_BATCHES,
+    MAX_FILE_BYTES,
+    Batch,
+    Owner,
+)
+from ..openai.bodies import OpenModel
+from ..openai.lists import list_response, one_more, read_page
+from ..openai.parsing import parse
+from ..openai.respond import off_loop
+from ..service import GenerationService
+from .files import check_can_keep
+from .lines import BatchUrl, parse_batch
+
+_MAX_PAGE: Final = 100
+_DEFAULT_PAGE: Final = 20
+_MAX_METADATA: Final = 16
+
+# One thread, because the parsed lines of the largest file take 0.5 GB.
+_PARSER: Final = FairThreads("tandem-batch", 1, max_size=4 * MAX_FILE_BYTES)
+
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
+
+class ExpiresAfter(OpenModel):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3_600, le=2_592_000)]
+
+
+class BatchBody(OpenModel):
+    """Declares the body of POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(max_length=128)]
+    endpoint: BatchUrl
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=_MAX_METADATA)] | None = None
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="For how long the output and error files are kept."
+    )
+
+
+async def create_batch(
+    service: GenerationService, body: bytes, _request_id: str, context: RequestContext
+) -> Response:
+    """Answers POST /v1/batches; a batch whose input cannot be read has the status `failed`."""
+    caller = context.caller
+    check_can_keep(caller)
+    parsed = await off_loop(caller.turn, body, partial(parse, BatchBody))
+    content = await _read_input(service, caller.tenant, parsed.input_file_id)
+    now = int(time.time())
+    keep = parsed.output_expires_after
+    batch = Batch(
+        batch_id=f"batch_{uuid.uuid4().hex}",
+        owner=Owner(tenant=caller.tenant, key_name=caller.key_name),
+        endpoint=parsed.endpoint,
+        input_file_id=parsed.input_file_id,
+        metadata=parsed.metadata,
+        created=now,
+        expires=now + BATCH_SECONDS,
+        output_seconds=None if keep is None else keep.seconds,
+        total=0,
+    )
+    lines = await _PARSER.run(
+        caller.turn, len(content), _read_lines, content, parsed.endpoint, batch
+    )
+    added = await service.storage.add_batch(batch, lines)
+    if added is None:
+        raise Overloaded(
+            f"the storage of this tenant is full, or has {MAX_BATCHES} batches; delete files"
+        )
+    return JSONResponse(describe_batch(added))
+
+
+async def _read_input(service: GenerationService, tenant: str, file_id: str) -> bytes:
+    stored = await service.storage.find_file(tenant, file_id)
+    if stored is not None and stored.purpose != "batch":
+        raise InvalidArgument("must be a file of the purpose batch", "input_file_id")
+    content = await service.storage.read_file(tenant, file_id, 0, MAX_FILE_BYTES)
+    if content is None:
+        raise NotFound("input_file_id: no file of this id is stored here")
+    return content
+
+
+async def get_batch(service: GenerationService, request: Request) -> Response:
+    """Answers GET /v1/batches/{name}."""
+    caller = request.state.caller
+    check_can_keep(caller)
+    return _found(await service.storage.find_batch(caller.tenant, request.path_params["name"]))
+
+
+async def list_batches(service: GenerationService, request: Request) -> Response:
+    """Answers GET /v1/batches."""
+    caller = request.state.caller
+    check_can_keep(caller)
+    page = read_page(request, default=_DEFAULT_PAGE, most=_MAX_PAGE)
+    batches = await service.storage.list_batches(caller.tenant, one_more(page))
+    return list_response(list(map(describe_batch, batches)), page)
+
+
+async def cancel_batch(service: GenerationService, request: Request) -> Response:
+    """Answers POST /v1/batches/{name}/cancel; the requests that run now are still answered."""
+    caller = request.state.caller
+    check_can_keep(caller)
+    return _found(await service.storage.cancel_batch(caller.tenant, request.path_params["name"]))
+
+
+def _found(batch: Batch | None) -> JSONResponse:
+    if batch is None:
+        raise NotFound("no batch of this id is stored here")
+    return JSONResponse(describe_batch(batch))
+
+
+def _read_lines(content: bytes, endpoint: str, batch: Batch) -> list[bytes]:
+    """Returns the lines of a file. If one is wrong, returns none and notes it in the batch."""
+    try:
+        text = content.decode()
+        numbered = parse_batch(text, "line")
+        for number, request in numbered:
+            if request.url != endpoint:
+                raise InvalidArgument(f"url: must be {endpoint}, as the batch", f"line:{number}")
+        if len(numbered) > MAX_BATCH_LINES:
+            raise InvalidArgument(f"has {len(numbered)} lines; the maximum is {MAX_BATCH_LINES}")
+    except (UnicodeDecodeError, InvalidArgument) as error:
+        _fail(batch, error)
+        return []
+    batch.total = len(numbered)
+    lines = text.split("\n")
+    return [lines[number - 1].encode() for number, _ in numbered]
+
+
+def _fail(batch: Batch, error: UnicodeDecodeError | InvalidArgument) -> None:
+    message = error.message if isinstance(error, InvalidArgument) else "is not UTF-8"
+    place = error.field if isinstance(error, InvalidArgument) else ""
+    number = place.rpartition(":")[2]
+    batch.status = "failed"
+    batch.ended = batch.created
+    batch.errors = [
+        {
+            "code": "invalid_file",
+            "message": message,
+            "param": "input_file_id",
+            "line": int(number) if number.isdecimal() else None,
+        }
+    ]
+
+
+def describe_batch(batch: Batch) -> dict[str, Any]:
+    """Returns the batch as OpenAI's API describes it."""
+    times = {
+        f"{status}_at": batch.ended if batch.status == status else None
+        for status in ("completed", "failed", "cancelled", "expired")
+    }
+    has_begun = batch.status != "failed"
+    return {
+        "id": batch.batch_id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": "24h",
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created,
+        "in_progress_at": batch.created if has_begun else None,
+        "expires_at": batch.expires,
+        "finalizing_at": batch.ended if batch.status == "completed" else None,
+        "cancelling_at": batch.cancelling,
+        "request_counts": {
+            "total": batch.total,
+            "completed": batch.completed,
+            "failed": batch.failed,
+        },
+        "metadata": batch.metadata,
+    } | times

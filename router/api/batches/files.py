@@ -1,0 +1,157 @@
+"""Answers the requests of OpenAI's Files API."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ....proto.errors import InvalidArgument, NotFound, Overloaded, PermissionDenied
+from ...auth.authenticator import Caller
+from ...frontend.prepare import RequestContext
+from ...storage.interface import MAX_FILE_BYTES, MAX_FILES, StoredFile
+from ..openai.lists import list_response, one_more, read_page
+from ..openai.respond import respond
+from ..service import GenerationService
+from .multipart import FormPart, parse_form
+
+_MAX_PAGE: Final = 10_000
+_MAX_NAME_CHARACTERS: Final = 255
+_PIECE_BYTES: Final = 1024 * 1024
+_MIN_SECONDS: Final = 3_600
+_MAX_SECONDS: Final = 2_592_000
+_MAX_UPLOADS: Final = 4
+_FORM_BYTES: Final = 65_536  # of the fields beside the file
+
+_uploads = asyncio.Semaphore(_MAX_UPLOADS)
+
+
+def check_can_keep(caller: Caller) -> None:
+    """Raises PermissionDenied for a caller who cannot be told from others.
+
+    Without keys, everybody who reaches the service would see the files of all.
+    """
+    if not caller.key_name and not caller.sees_all:
+        raise PermissionDenied(
+            "files and batches need an API key here: without keys, all callers would see them"
+        )
+
+
+async def upload_file(service: GenerationService, request: Request) -> Response:
+    """Answers POST /v1/files. At most 4 uploads are read at a time; others are refused."""
+
+    async def answer(body: bytes, _request_id: str, context: RequestContext) -> Response:
+        form = parse_form(body, request.headers.get("content-type", ""))
+        return await _add_file(service, context.caller, form)
+
+    check_can_keep(request.state.caller)
+    if _uploads.locked():
+        raise Overloaded(f"{_MAX_UPLOADS} files are being uploaded; try again")
+    async with _uploads:
+        return await respond(request, answer, max_bytes=MAX_FILE_BYTES + _FORM_BYTES, is_form=True)
+
+
+async def list_files(service: GenerationService, request: Request) -> Response:
+    """Answers GET /v1/files."""
+    caller = request.state.caller
+    check_can_keep(caller)
+    page = read_page(request, default=_MAX_PAGE, most=_MAX_PAGE)
+    purpose = request.query_params.get("purpose", "")
+    files = await service.storage.list_files(caller.tenant, one_more(page), purpose)
+    return list_response(list(map(describe_file, files)), page)
+
+
+async def get_file(service: GenerationService, request: Request) -> Response:
+    """Answers GET /v1/files/{name}."""
+    return JSONResponse(describe_file(await find_file(service, request)))
+
+
+async def get_content(service: GenerationService, request: Request) -> Response:
+    """Answers GET /v1/files/{name}/content."""
+    stored = await find_file(service, request)
+    tenant = request.state.caller.tenant
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for offset in range(0, stored.size, _PIECE_BYTES):
+            piece = await service.storage.read_file(tenant, stored.file_id, offset, _PIECE_BYTES)
+            if piece is None:
+                raise NotFound("the file was deleted while it was read")
+            yield piece
+
+    headers = {"Content-Length": str(stored.size)}
+    return StreamingResponse(pieces(), headers=headers, media_type="application/octet-stream")
+
+
+async def delete_file(service: GenerationService, request: Request) -> Response:
+    """Answers DELETE /v1/files/{name}."""
+    caller = request.state.caller
+    check_can_keep(caller)
+    name = request.path_params["name"]
+    if not await service.storage.delete_file(caller.tenant, name):
+        raise _unknown()
+    return JSONResponse({"id": name, "object": "file", "deleted": True})
+
+
+async def find_file(service: GenerationService, request: Request) -> StoredFile:
+    """Returns the file that the path names. Raises NotFound or PermissionDenied."""
+    caller = request.state.caller
+    check_can_keep(caller)
+    stored = await service.storage.find_file(caller.tenant, request.path_params["name"])
+    if stored is None:
+        raise _unknown()
+    return stored
+
+
+def describe_file(stored: StoredFile) -> dict[str, Any]:
+    return {
+        "id": stored.file_id,
+        "object": "file",
+        "bytes": stored.size,
+        "created_at": stored.created,
+        "expires_at": stored.expires,
+        "filename": stored.name,
+        "purpose": stored.purpose,
+        "status": "processed",
+    }
+
+
+def read_seconds(given: str, field: str) -> int:
+    """Returns the time for which a file is to be kept. Raises InvalidArgument."""
+    with suppress(ValueError):
+        if _MIN_SECONDS <= (seconds := int(given[:16])) <= _MAX_SECONDS:
+            return seconds
+    raise InvalidArgument(f"must be from {_MIN_SECONDS} to {_MAX_SECONDS} seconds", field)
+
+
+async def _add_file(
+    service: GenerationService, caller: Caller, form: dict[str, FormPart]
+) -> Response:
+    file = form.pop("file", None)
+    fields = {name: part.content.decode("utf-8", "replace") for name, part in form.items()}
+    if file is None or file.filename is None:
+        raise InvalidArgument("must be a file", "file")
+    if len(file.content) > MAX_FILE_BYTES:
+        raise InvalidArgument(
+            f"has {len(file.content)} bytes; the maximum is {MAX_FILE_BYTES}", "file"
+        )
+    if fields.pop("purpose", "") != "batch":
+        raise InvalidArgument("must be batch: files have no other use here", "purpose")
+    if fields.pop("expires_after[anchor]", "created_at") != "created_at":
+        raise InvalidArgument("must be created_at", "expires_after.anchor")
+    seconds = fields.pop("expires_after[seconds]", None)
+    kept = None if seconds is None else read_seconds(seconds, "expires_after.seconds")
+    if fields:
+        raise InvalidArgument("is not a field of this request", next(iter(fields)))
+    name = file.filename[:_MAX_NAME_CHARACTERS]
+    stored = await service.storage.add_file(caller.tenant, name, "batch", file.content, kept)
+    if stored is None:
+        raise Overloaded(
+            f"the storage of this tenant is full, or has {MAX_FILES} files; delete some"
+        )
+    return JSONResponse(describe_file(stored))
+
+
+def _unknown() -> NotFound:
+    return NotFound("no file of this id is stored here")

@@ -1,0 +1,43 @@
+"""Parses the input file of a batch, for the Batch API and for `tandem batch`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ....proto.errors import InvalidArgument
+from ...json_lines import number_lines
+
+CustomId = Annotated[str, Field(min_length=1, max_length=512)]
+BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+BATCH_URLS: Sequence[str] = get_args(BatchUrl)
+
+
+class BatchRequest(BaseModel):
+    """Describes a line of the input."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    custom_id: CustomId
+    method: Literal["POST"]
+    url: BatchUrl
+    body: dict[str, Any]
+
+
+def parse_batch(text: str, path: Path | str) -> list[tuple[int, BatchRequest]]:
+    """Returns the requests, each with the number of its line.
+
+    Raises InvalidArgument, which names the line of `path`.
+    """
+    first_lines: dict[str, int] = {}
+    numbered = number_lines(text, path, BatchRequest)
+    for number, request in numbered:
+        if request.body.get("stream"):
+            raise InvalidArgument("body.stream: a batch has no streams", f"{path}:{number}")
+        first = first_lines.setdefault(request.custom_id, number)
+        if first != number:
+            raise InvalidArgument(
+                f"custom_id: {request.custom_id!r} is already in line {first}", f"{path}:{number}"
+            )
+    return numbered

@@ -1,0 +1,164 @@
+"""Stores responses, continues them, and answers the requests for stored ones.
+
+A stored response has all input items of its conversation, so that the deletion of an earlier
+response does not change what a later one continues.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ....proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
+from ...frontend.prepare import RequestContext
+from ...storage.interface import Storage, StoredResponse
+from ..openai.answers import error_response
+from ..openai.lists import list_response, read_page
+from ..openai.parsing import parse
+from ..openai.respond import off_loop
+from ..openai.streaming import GenerationResponse
+from ..openai.writers import streaming_form
+from ..service import GenerationService
+from .answers import ResponsesWriter
+from .bodies import Item, ResponsesBody, ResponsesFields
+from .requests import translate_responses
+
+_log = logging.getLogger(__name__)
+
+_ITEMS: Final[TypeAdapter[list[Any]]] = TypeAdapter(list[Item])
+_MAX_ITEMS_PAGE: Final = 100
+_DEFAULT_ITEMS_PAGE: Final = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeper:
+    """Stores the response to one request."""
+
+    storage: Storage
+    tenant: str
+    items: list[dict[str, Any]]  # of the input and of the conversation before
+
+    async def keep(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Returns the finished response; `store` tells if it was stored.
+
+        A store that fails does not fail the response.
+        """
+        stored = StoredResponse(
+            response_id=response["id"],
+            body=json.dumps(response | {"store": True}).encode(),
+            items=json.dumps(self.items).encode(),
+        )
+        is_stored = False
+        try:
+            is_stored = await self.storage.keep_response(self.tenant, stored)
+        except Unavailable as error:
+            _log.warning("a response is not stored: %s", error.message)
+        return response | {"store": is_stored}
+
+
+async def answer_responses(
+    service: GenerationService, body: bytes, request_id: str, context: RequestContext
+) -> Response:
+    """Answers POST /v1/responses: generates, and stores the response unless `store` is false.
+
+    Raises InvalidArgument, and NotFound for an unknown previous response.
+    """
+    turn = context.caller.turn
+    parsed = await off_loop(turn, body, partial(parse, ResponsesBody))
+    earlier: list[dict[str, Any]] = []
+    if parsed.previous_response_id is not None:
+        tenant = context.caller.tenant
+        earlier = await _conversation(service.storage, tenant, parsed.previous_response_id)
+    request = await off_loop(
+        turn,
+        body,
+        lambda _: translate_responses(parsed, request_id, _ITEMS.validate_python(earlier)),
+    )
+    keep = None
+    if parsed.store is not False:
+        items = earlier + _named_items(parsed, request_id)
+        keep = Keeper(storage=service.storage, tenant=context.caller.tenant, items=items).keep
+    form = streaming_form(partial(ResponsesWriter, keep=keep), error_response)
+    return GenerationResponse(service, request, context, form)
+
+
+async def get_response(service: GenerationService, request: Request) -> Response:
+    """Answers GET /v1/responses/{name}."""
+    if request.query_params.get("stream", "false") != "false":
+        raise InvalidArgument("is not supported: a stored response comes in full", "stream")
+    stored = await _stored(service.storage, request)
+    return Response(stored.body, media_type="application/json")
+
+
+async def delete_response(service: GenerationService, request: Request) -> Response:
+    """Answers DELETE /v1/responses/{name}."""
+    name = request.path_params["name"]
+    if not await service.storage.delete_response(request.state.caller.tenant, name):
+        raise _unknown()
+    return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+
+async def list_input_items(service: GenerationService, request: Request) -> Response:
+    """Answers GET /v1/responses/{name}/input_items, with the items of the conversation before."""
+    page = read_page(request, default=_DEFAULT_ITEMS_PAGE, most=_MAX_ITEMS_PAGE)
+    stored = await _stored(service.storage, request)
+    items: list[dict[str, Any]] = json.loads(stored.items)
+    if not page.is_ascending:
+        items.reverse()
+    ids = [item["id"] for item in items]
+    start = ids.index(page.after) + 1 if page.after in ids else 0
+    return list_response(items[start : start + page.limit + 1], page)
+
+
+async def _stored(storage: Storage, request: Request) -> StoredResponse:
+    stored = await storage.find_response(request.state.caller.tenant, request.path_params["name"])
+    if stored is None:
+        raise _unknown()
+    return stored
+
+
+def _unknown() -> NotFound:
+    return NotFound("no response of this id is stored here")
+
+
+async def _conversation(storage: Storage, tenant: str, previous: str) -> list[dict[str, Any]]:
+    """Returns the items of the previous response's input and output. Raises NotFound."""
+    stored = await storage.find_response(tenant, previous)
+    if stored is None:
+        raise NotFound(
+            "previous_response_id: no response of this id is stored here; send the whole "
+            "conversation as input"
+        )
+    items: list[dict[str, Any]] = json.loads(stored.items)
+    try:
+        items += json.loads(stored.body)["output"]
+    except KeyError:
+        raise InternalError("a stored response has no output") from None
+    return items
+
+
+def _named_items(body: ResponsesFields, request_id: str) -> list[dict[str, Any]]:
+    """Returns the input as a list of items, each with an id."""
+    if isinstance(body.input, str):
+        items: list[dict[str, Any]] = [
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": body.input}],
+            }
+        ]
+    else:
+        items = [  # Pydantic would warn of the other types of the union
+            item.model_dump(by_alias=True, exclude_none=True, warnings=False) for item in body.input
+        ]
+    for i, item in enumerate(items):
+        item.setdefault("id", f"item_{request_id}_{i}")
+        if item["type"] == "message" and isinstance(item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+    return items

@@ -1,0 +1,1 @@
+"""Keeps responses, files and batches for clients, separately for each tenant."""

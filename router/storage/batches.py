@@ -1,0 +1,330 @@
+"""Keeps batches: their requests, the runners that answer them now, and their answers.
+
+A runner claims requests. It holds them while it claims again within LEASE_SECONDS; after that, any
+runner may claim them. The first answer to a request counts, so each has exactly one line in the
+files of the batch, whichever routers die. The holders are not in the database: after a restart of
+the storage, runners repeat with their next claim which requests they hold.
+"""
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from .database import ENTRY_BYTES, Database
+from .interface import (
+    BATCH_SECONDS,
+    FINISHED,
+    MAX_BATCHES,
+    Batch,
+    BatchLine,
+    BatchStatus,
+    LineAnswer,
+    LineKey,
+    Owner,
+    Page,
+)
+
+LEASE_SECONDS: Final = 15.0
+"""Three times the longest wait of a claim."""
+
+_OUTPUT_PURPOSE: Final = "batch_output"
+
+
+class Batches:
+    """Keeps the batches of one database."""
+
+    def __init__(self, database: Database, monotonic: Callable[[], float]) -> None:
+        self._database = database
+        self._monotonic = monotonic
+        self._seen: dict[str, float] = {}  # by runner, the time of its last claim
+        self._holders: dict[LineKey, str] = {}  # the runner that answers a request
+
+    def add(self, batch: Batch, lines: Sequence[bytes]) -> Batch | None:
+        """Stores a batch and its requests; returns None without room."""
+        tenant = batch.owner.tenant
+        size = sum(map(len, lines)) + ENTRY_BYTES * (len(lines) + 1)
+        with self._database.transaction() as database:
+            (count,) = database.one("SELECT COUNT(*) FROM batches WHERE tenant = ?", tenant)
+            if count >= MAX_BATCHES or not database.has_room(tenant, size):
+                return None
+            database.execute(
+                "INSERT INTO batches (tenant, id, expires, size, is_finished, facts) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                tenant,
+                batch.batch_id,
+                batch.created + BATCH_SECONDS + database.keep_seconds,
+                ENTRY_BYTES,
+                batch.status in FINISHED,
+                json.dumps(asdict(batch)),
+            )
+            database.connection.executemany(
+                "INSERT INTO lines VALUES (?, ?, ?, ?, ?, NULL, 0)",
+                (
+                    (tenant, batch.batch_id, number, len(line) + ENTRY_BYTES, line)
+                    for number, line in enumerate(lines)
+                ),
+            )
+        return batch
+
+    def find(self, tenant: str, batch_id: str) -> Batch | None:
+        row = self._database.one(
+            "SELECT facts FROM batches WHERE tenant = ? AND id = ?", tenant, batch_id
+        )
+        return None if row is None else _batch(row[0])
+
+    def list_page(self, tenant: str, page: Page) -> list[Batch]:
+        rows = self._database.execute(
+            "SELECT facts FROM batches WHERE tenant = ? AND number < COALESCE("
+            "(SELECT number FROM batches WHERE tenant = ? AND id = ?), 9e18) "
+            "ORDER BY number DESC LIMIT ?",
+            tenant,
+            tenant,
+            page.after,
+            page.limit,
+        )
+        return [_batch(facts) for (facts,) in rows]
+
+    def cancel(self, tenant: str, batch_id: str) -> Batch | None:
+        """Drops the requests that no runner holds. Returns the batch, or None."""
+        self._drop_silent()
+        batch = self.find(tenant, batch_id)
+        if batch is None or batch.status != "in_progress":
+            return batch
+        batch.status = "cancelling"
+        batch.cancelling = int(self._database.clock())
+        with self._database.transaction():
+            self._save(batch)
+            self._drop_unheld(batch)
+            self._finish_if_answered(batch)
+        return batch
+
+    def claim(self, runner: str, holding: Collection[LineKey], most: int) -> list[BatchLine]:
+        """Returns up to `most` requests that no runner holds; `runner` holds them then.
+
+        Tenants take turns: the one with the fewest held requests is next.
+        """
+        self._seen[runner] = self._monotonic()
+        # The runner has given the others up, or the reply to its claim was lost.
+        kept = {key: holder for key, holder in self._holders.items() if holder != runner}
+        self._holders = dict.fromkeys(holding, runner) | kept
+        self._drop_silent()
+        self._end_expired()
+        claimed: list[BatchLine] = []
+        batches = self._open_batches()
+        held = Counter(
+            batches[batch_id].owner.tenant for batch_id, _ in self._holders if batch_id in batches
+        )
+        while len(claimed) < most and batches:
+            batch = min(batches.values(), key=lambda each: held[each.owner.tenant])
+            line = self._next_line(batch)
+            if line is None:
+                del batches[batch.batch_id]
+                continue
+            self._holders[line.batch_id, line.number] = runner
+            held[batch.owner.tenant] += 1
+            claimed.append(line)
+        return claimed
+
+    def answer(self, answer: LineAnswer) -> None:
+        """Stores an answer, unless the request has one; the last answer ends the batch."""
+        batch_id, number = answer.key
+        self._holders.pop(answer.key, None)
+        row = self._database.one("SELECT facts FROM batches WHERE id = ?", batch_id)
+        batch = None if row is None else _batch(row[0])
+        if batch is None or batch.status in FINISHED:
+            return
+        with self._database.transaction():
+            self._store(batch, number, answer)
+            self._save(batch)
+            self._finish_if_answered(batch)
+
+    def release(self, runner: str) -> None:
+        """Lets others claim the requests that `runner` holds."""
+        self._seen.pop(runner, None)
+        self._drop_silent()
+
+    def _open_batches(self) -> dict[str, Batch]:
+        """Returns the batches with requests that nobody has answered, the oldest first."""
+        rows = self._database.execute(
+            "SELECT facts FROM batches WHERE NOT is_finished ORDER BY number"
+        )
+        found = [_batch(facts) for (facts,) in rows]
+        return {batch.batch_id: batch for batch in found if batch.status == "in_progress"}
+
+    def _next_line(self, batch: Batch) -> BatchLine | None:
+        """Returns the first request of a batch without an answer that nobody holds."""
+        rows = self._database.execute(
+            "SELECT line, request FROM lines WHERE batch = ? AND answer IS NULL ORDER BY line",
+            batch.batch_id,
+        )
+        for number, request in rows:
+            if (batch.batch_id, number) not in self._holders:
+                return BatchLine(
+                    batch_id=batch.batch_id,
+                    number=number,
+                    request=request,
+                    owner=batch.owner,
+                    expires=batch.expires,
+                )
+        return None
+
+    def _store(self, batch: Batch, number: int, answer: LineAnswer) -> None:
+        """Writes the answer in place of the request, or an error if the tenant has no room."""
+        line = answer.line
+        has_failed = answer.has_failed
+        row = self._database.one(
+            "SELECT request FROM lines WHERE batch = ? AND line = ? AND answer IS NULL",
+            batch.batch_id,
+            number,
+        )
+        if row is None:
+            return
+        room = len(line) - len(row[0])
+        if room > 0 and not self._database.has_room(batch.owner.tenant, room):
+            line = error_line(
+                json.loads(row[0])["custom_id"], "storage_full", "the answer found no room"
+            )
+            has_failed = True
+        self._database.execute(
+            "UPDATE lines SET answer = ?, request = NULL, size = ?, has_failed = ? "
+            "WHERE batch = ? AND line = ?",
+            line,
+            len(line) + ENTRY_BYTES,
+            has_failed,
+            batch.batch_id,
+            number,
+        )
+        if has_failed:
+            batch.failed += 1
+        else:
+            batch.completed += 1
+
+    def _end_expired(self) -> None:
+        """Answers the requests of batches that have taken too long with an error."""
+        now = self._database.clock()
+        for batch in self._open_batches().values():
+            if batch.expires > now:
+                continue
+            with self._database.transaction():
+                rows = self._database.execute(
+                    "SELECT line, request FROM lines WHERE batch = ? AND answer IS NULL",
+                    batch.batch_id,
+                ).fetchall()
+                for number, request in rows:
+                    line = error_line(
+                        json.loads(request)["custom_id"],
+                        "batch_expired",
+                        "the batch has expired before this request was answered",
+                    )
+                    key = (batch.batch_id, number)
+                    self._store(batch, number, LineAnswer(key=key, line=line, has_failed=True))
+                self._finish(batch, "expired")
+
+    def _drop_unheld(self, batch: Batch) -> None:
+        """Deletes the requests without an answer that nobody holds."""
+        rows = self._database.execute(
+            "SELECT line FROM lines WHERE batch = ? AND answer IS NULL", batch.batch_id
+        ).fetchall()
+        for (number,) in rows:
+            if (batch.batch_id, number) not in self._holders:
+                self._database.execute(
+                    "DELETE FROM lines WHERE batch = ? AND line = ?", batch.batch_id, number
+                )
+
+    def _drop_silent(self) -> None:
+        """Forgets the runners that have not claimed for the time of a lease."""
+        least = self._monotonic() - LEASE_SECONDS
+        self._seen = {runner: seen for runner, seen in self._seen.items() if seen >= least}
+        lost = [key for key, runner in self._holders.items() if runner not in self._seen]
+        for key in lost:
+            del self._holders[key]
+        rows = self._database.execute("SELECT facts FROM batches WHERE NOT is_finished").fetchall()
+        for batch in (_batch(facts) for (facts,) in rows):
+            if batch.status == "cancelling":
+                with self._database.transaction():
+                    self._drop_unheld(batch)
+                    self._finish_if_answered(batch)
+
+    def _finish_if_answered(self, batch: Batch) -> None:
+        row = self._database.one(
+            "SELECT 1 FROM lines WHERE batch = ? AND answer IS NULL", batch.batch_id
+        )
+        if row is None:
+            self._finish(batch, "cancelled" if batch.status == "cancelling" else "completed")
+
+    def _finish(self, batch: Batch, status: BatchStatus) -> None:
+        """Turns the answers into the output file and the error file."""
+        batch.status = status
+        batch.ended = int(self._database.clock())
+        batch.output_file_id = self._write_file(batch, "output", has_failed=False)
+        batch.error_file_id = self._write_file(batch, "error", has_failed=True)
+        self._database.execute("DELETE FROM lines WHERE batch = ?", batch.batch_id)
+        self._save(batch)
+
+    def _write_file(self, batch: Batch, kind: str, *, has_failed: bool) -> str | None:
+        """Joins answers, in the order of the requests; returns the id, or None without answers.
+
+        The lines, whose room the file takes, are deleted later in the same transaction.
+        """
+        database = self._database
+        which = (batch.batch_id, has_failed)
+        (size,) = database.one(
+            "SELECT SUM(LENGTH(answer)) FROM lines WHERE batch = ? AND has_failed = ? "
+            "AND answer IS NOT NULL",
+            *which,
+        )
+        if size is None:
+            return None
+        file_id = f"file-{uuid.uuid4().hex}"
+        now = int(database.clock())
+        keep = min(batch.output_seconds or database.keep_seconds, database.keep_seconds)
+        cursor = database.execute(
+            "INSERT INTO files (tenant, id, expires, size, created, name, purpose, content) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ZEROBLOB(?))",
+            batch.owner.tenant,
+            file_id,
+            now + int(keep),
+            size + ENTRY_BYTES,
+            now,
+            f"{batch.batch_id}_{kind}.jsonl",
+            _OUTPUT_PURPOSE,
+            size,
+        )
+        row = cursor.lastrowid
+        assert row is not None
+        with database.connection.blobopen("files", "content", row) as content:
+            answers = database.execute(
+                "SELECT answer FROM lines WHERE batch = ? AND has_failed = ? "
+                "AND answer IS NOT NULL ORDER BY line",
+                *which,
+            )
+            for (answer,) in answers:
+                content.write(answer)
+        return file_id
+
+    def _save(self, batch: Batch) -> None:
+        self._database.execute(
+            "UPDATE batches SET facts = ?, is_finished = ? WHERE id = ?",
+            json.dumps(asdict(batch)),
+            batch.status in FINISHED,
+            batch.batch_id,
+        )
+
+
+def error_line(custom_id: str, code: str, message: str) -> bytes:
+    """Returns the line of an error file for a request that has no response."""
+    line = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+    return json.dumps(line).encode() + b"\n"
+
+
+def _batch(facts: str) -> Batch:
+    found: dict[str, Any] = json.loads(facts)
+    return Batch(**found | {"owner": Owner(**found["owner"])})

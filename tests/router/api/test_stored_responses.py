@@ -1,0 +1,118 @@
+"""Tests stored responses with the official `openai` package."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tandem.proto.errors import Unavailable
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
+from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer(chat_template=HERMES)
+
+
+async def test_a_stored_response_is_continued(service: Service, client: openai.AsyncOpenAI) -> None:
+    """As in OpenAI's guide to conversation state: each turn names the response before."""
+    service.source.answer = [*b"A joke.", EOS_ID]
+    first = await client.responses.create(
+        model="tiny", input="tell me a joke", instructions="Be brief."
+    )
+    assert first.to_dict()["store"] is True
+    service.source.answer = [*b"Because.", EOS_ID]
+    second = await client.responses.create(
+        model="tiny",
+        previous_response_id=first.id,
+        input=[{"role": "user", "content": "explain why this is funny."}],
+    )
+    # The instructions belong to one response alone.
+    assert last_prompt(service) == (
+        "user: tell me a joke\nassistant: A joke.\nuser: explain why this is funny.\nassistant: "
+    )
+    assert second.previous_response_id == first.id
+    await client.responses.delete(first.id)  # the second has the whole conversation
+    third = await client.responses.create(
+        model="tiny", previous_response_id=second.id, input="again", store=False
+    )
+    assert last_prompt(service).startswith("user: tell me a joke\nassistant: A joke.\n")
+    assert last_prompt(service).endswith("assistant: Because.\nuser: again\nassistant: ")
+    for gone in (first.id, third.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(gone)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(gone)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.input_items.list(gone)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(model="tiny", previous_response_id=gone, input="x")
+
+
+async def test_a_stored_response_is_retrieved(
+    service: Service, client: openai.AsyncOpenAI, http: httpx.AsyncClient
+) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    made = await client.responses.create(model="tiny", input="one", metadata={"a": "b"})
+    assert (await client.responses.retrieve(made.id)).to_dict() == made.to_dict()
+    async with client.responses.stream(
+        model="tiny", input="two", previous_response_id=made.id
+    ) as stream:
+        async for _ in stream:
+            pass
+        streamed = await stream.get_final_response()
+    kept = await client.responses.retrieve(streamed.id)
+    assert (kept.output_text, kept.previous_response_id) == ("hello", made.id)
+    assert kept.usage == streamed.usage
+    listed = await client.responses.input_items.list(streamed.id, order="asc", limit=2)
+    texts: list[Any] = [item.to_dict() async for item in listed]  # all pages
+    assert [item["content"][0]["text"] for item in texts] == ["one", "hello", "two"]
+    assert len({item["id"] for item in texts}) == 3
+    newest = (await http.get(f"/v1/responses/{streamed.id}/input_items?limit=1")).json()
+    assert newest["data"] == [texts[-1]]
+    assert newest["has_more"] is True
+    for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
+        refused = await http.get(f"/v1/responses/{streamed.id}/input_items?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    refused = await http.get(f"/v1/responses/{streamed.id}?stream=true")
+    assert refused.json()["error"]["param"] == "stream"
+
+
+async def test_a_stored_call_is_continued_by_its_output(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    made = await client.responses.create(model="tiny", input="weather?", tools=tools)
+    (call,) = (item for item in made.output if item.type == "function_call")
+    await client.responses.create(
+        model="tiny",
+        previous_response_id=made.id,
+        input=[{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}],
+        tools=tools,
+    )
+    assert last_prompt(service).endswith("</tool_call>\ntool: rain\nassistant: ")
+
+
+async def test_a_storage_that_fails_does_not_fail_the_response(
+    service: Service, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> bool:
+        raise Unavailable("the directory does not answer")
+
+    async def full(*_: object) -> bool:
+        return False
+
+    service.source.answer = [*b"hello", EOS_ID]
+    for instead in (fail, full):
+        monkeypatch.setattr("tandem.router.storage.local.LocalStorage.keep_response", instead)
+        made = await client.responses.create(model="tiny", input="x")
+        assert (made.output_text, made.to_dict()["store"]) == ("hello", False)
+    monkeypatch.setattr("tandem.router.storage.local.LocalStorage.find_response", fail)
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.responses.retrieve("resp_1")
+    assert caught.value.status_code == 503
