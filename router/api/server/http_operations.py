@@ -39,6 +39,7 @@ from ..openai.embeddings import (
 from ..openai.openapi import READ_ERRORS, Operation, generation, ok
 from ..openai.parsing import json_list, parse
 from ..openai.requests import AnyRequest, parse_chat, parse_completion, parse_tokenize
+from ..openai.rerank import RerankBody, make_rerank_request, rerank_form
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
 from ..openai.writers import AnswerForm
@@ -68,6 +69,16 @@ async def _score(
     model = service.model(parsed.model or "")
     request, starts = await make_score_request(parsed, model, request_id, context.caller)
     return GenerationResponse(service, request, context, score_form(starts))
+
+
+async def _rerank(
+    service: GenerationService, body: bytes, request_id: str, context: RequestContext
+) -> Response:
+    """Scores documents for a query."""
+    parsed = await off_loop(context.caller.turn, body, partial(parse, RerankBody))
+    model = service.model(parsed.model or "")
+    request, lengths = await make_rerank_request(parsed, model, request_id, context.caller)
+    return GenerationResponse(service, request, context, rerank_form(lengths))
 
 
 async def _count_tokens(
@@ -148,6 +159,16 @@ _SCORES: Final = (
     _score,
 )
 
+_RERANK: Final = (
+    generation(
+        "Orders documents by their relevance to a query.",
+        RerankBody,
+        "list of scores",
+        ("id", "results", "usage"),
+    ),
+    _rerank,
+)
+
 POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
     "/v1/completions": (
         generation("Completes prompts.", CompletionBody, "completion"),
@@ -197,6 +218,9 @@ POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
     ),
     "/score": _SCORES,
     "/v1/score": _SCORES,
+    "/rerank": _RERANK,
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
     "/tokenize": (
         Operation(
             "Returns the token ids of a text or a chat.",

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -189,6 +190,57 @@ async def test_many_texts_run_some_at_a_time(client: openai.AsyncOpenAI) -> None
     )
     with pytest.raises(openai.BadRequestError, match="2049"):
         await client.embeddings.create(model="tiny", input=[*texts, "x"])
+
+
+async def test_documents_are_ranked_by_yes_against_no(
+    tiny_model: Path, servers: ApiServers
+) -> None:
+    """The score is computed from the logits of transformers, for the documented prompt."""
+    tokenizer = Tokenizer.load(tiny_model)
+    model: Any = reference(tiny_model)
+    documents = ["a dog", "The fox jumps", "x"]
+
+    async def expected(document: str) -> float:
+        chat = inference_pb2.Chat(template_kwargs='{"enable_thinking": false}')
+        system = (
+            "Judge whether the Document meets the requirements based on the Query and the "
+            'Instruct provided. Note that the answer can only be "yes" or "no".'
+        )
+        user = f"<Instruct>: Find foxes\n<Query>: fox?\n<Document>: {document}"
+        chat.messages.add(role="system", content=system)
+        chat.messages.add(role="user", content=user)
+        before = await tokenizer.encode_chat(chat, "")
+        sums = []
+        for answer in ("yes", "no"):
+            after = await tokenizer.encode(answer, add_special_tokens=False)
+            with torch.inference_mode():
+                logprobs = model(torch.tensor([before + after])).logits[0].log_softmax(-1)
+            rows = range(len(before) - 1, len(before) + len(after) - 1)
+            found = (logprobs[row, token] for row, token in zip(rows, after, strict=True))
+            sums.append(float(sum(found)))
+        return 1 / (1 + math.exp(sums[1] - sums[0]))
+
+    scores = [await expected(document) for document in documents]
+    order = sorted(range(3), key=lambda index: -scores[index])
+    body = {"model": "tiny", "query": "fox?", "instruction": "Find foxes"}
+    given: list[Any] = [documents[0], {"text": documents[1]}, documents[2]]
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=30) as http:
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            answer = (await http.post(path, json=body | {"documents": given})).json()
+            results = answer["results"]
+            assert [each["index"] for each in results] == order
+            found = [each["relevance_score"] for each in results]
+            assert found == pytest.approx([scores[index] for index in order], abs=1e-4)
+            assert [each["document"]["text"] for each in results] == [
+                documents[index] for index in order
+            ]
+            assert answer["usage"]["total_tokens"] > 6 * len("fox?")
+        one = body | {"documents": documents, "top_n": 1, "return_documents": False}
+        (best,) = (await http.post("/v1/rerank", json=one)).json()["results"]
+        assert best.keys() == {"index", "relevance_score"}
+        assert best["index"] == order[0]
+        refused = await http.post("/v1/rerank", json=body | {"documents": []})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
 
 
 async def test_long_texts_are_cut_where_asked(

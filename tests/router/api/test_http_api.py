@@ -120,7 +120,8 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
     agents = ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
     adapters = ["/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     stored = ["/v1/files", "/v1/batches/{name}/cancel"]
-    prompts = ["/v1/embeddings", "/score", "/v1/score", "/tokenize", "/detokenize"]
+    prompts = ["/v1/embeddings", "/score", "/v1/score"]
+    prompts += ["/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize"]
     assert list(posts) == [TEXT, CHAT, *agents, *prompts, *adapters, *stored]
     for path in (TEXT, CHAT):
         assert {"200", "400", "401", "403", "404", "413", "415", "429", "500", "503", "504"} == set(
