@@ -40,7 +40,11 @@ CREATE TABLE lines (
 CREATE INDEX open_lines ON lines (batch, line) WHERE answer IS NULL;
 """
 _COUNTED: Final = ("responses", "files", "batches", "lines")
-_EXPIRING: Final = ("responses", "files", "batches")
+_SIZES: Final = (
+    "SELECT tenant, SUM(size) FROM (SELECT tenant, size FROM responses UNION ALL "
+    "SELECT tenant, size FROM files UNION ALL SELECT tenant, size FROM batches UNION ALL "
+    "SELECT tenant, size FROM lines) GROUP BY tenant"
+)
 _TRIGGERS: Final = """
 CREATE INDEX {table}_by_tenant ON {table} (tenant, size);
 CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
@@ -130,17 +134,14 @@ class Database:
     def delete_expired(self) -> None:
         """Deletes the entries that are too old; a batch that still runs stays."""
         now = self.clock()
-        for table in _EXPIRING:
-            running = " AND is_finished" if table == "batches" else ""
-            self.execute(f"DELETE FROM {table} WHERE expires <= ?{running}", now)
+        self.execute("DELETE FROM responses WHERE expires <= ?", now)
+        self.execute("DELETE FROM files WHERE expires <= ?", now)
+        self.execute("DELETE FROM batches WHERE expires <= ? AND is_finished", now)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the counts equal the sizes of the entries."""
         counted = dict(self.execute("SELECT tenant, bytes FROM usage").fetchall())
-        parts = " UNION ALL ".join(f"SELECT tenant, size FROM {table}" for table in _COUNTED)
-        found = dict(
-            self.execute(f"SELECT tenant, SUM(size) FROM ({parts}) GROUP BY tenant").fetchall()
-        )
+        found = dict(self.execute(_SIZES).fetchall())
         assert counted == found, (counted, found)
 
     def _total(self) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 from .batches import Batches
 from .config import StorageConfig
@@ -22,7 +22,22 @@ from .interface import (
     StoredResponse,
 )
 
-_FILE_FACTS = "id, name, purpose, size, created, expires"
+_FIND_FILE: Final = (
+    "SELECT id, name, purpose, size, created, expires FROM files "
+    "WHERE tenant = ? AND id = ? AND expires > ?"
+)
+_OLDEST_FILES: Final = (
+    "SELECT id, name, purpose, size, created, expires FROM files "
+    "WHERE tenant = ? AND expires > ? AND (purpose = ? OR ? = '') AND number > "
+    "COALESCE((SELECT number FROM files WHERE tenant = ? AND id = ?), -1) "
+    "ORDER BY number ASC LIMIT ?"
+)
+_NEWEST_FILES: Final = (
+    "SELECT id, name, purpose, size, created, expires FROM files "
+    "WHERE tenant = ? AND expires > ? AND (purpose = ? OR ? = '') AND number < "
+    "COALESCE((SELECT number FROM files WHERE tenant = ? AND id = ?), 9e18) "
+    "ORDER BY number DESC LIMIT ?"
+)
 
 
 class LocalStorage:
@@ -84,7 +99,11 @@ class LocalStorage:
         return StoredResponse(response_id=response_id, body=row[0], items=row[1])
 
     async def delete_response(self, tenant: str, response_id: str) -> bool:
-        return self._delete("responses", tenant, response_id)
+        return self._delete(
+            "DELETE FROM responses WHERE tenant = ? AND id = ? AND expires > ?",
+            tenant,
+            response_id,
+        )
 
     async def add_file(
         self, tenant: str, name: str, purpose: str, content: bytes, seconds: int | None = None
@@ -120,7 +139,7 @@ class LocalStorage:
 
     async def find_file(self, tenant: str, file_id: str) -> StoredFile | None:
         row = self._database.one(
-            f"SELECT {_FILE_FACTS} FROM files WHERE tenant = ? AND id = ? AND expires > ?",
+            _FIND_FILE,
             tenant,
             file_id,
             self._database.clock(),
@@ -128,19 +147,14 @@ class LocalStorage:
         return None if row is None else _file(row)
 
     async def list_files(self, tenant: str, page: Page, purpose: str = "") -> list[StoredFile]:
-        order, sign, end = ("ASC", ">", -1) if page.is_ascending else ("DESC", "<", 9e18)
         rows = self._database.execute(
-            f"SELECT {_FILE_FACTS} FROM files WHERE tenant = ? AND expires > ? "
-            f"AND (purpose = ? OR ? = '') AND number {sign} "
-            "COALESCE((SELECT number FROM files WHERE tenant = ? AND id = ?), ?) "
-            f"ORDER BY number {order} LIMIT ?",
+            _OLDEST_FILES if page.is_ascending else _NEWEST_FILES,
             tenant,
             self._database.clock(),
             purpose,
             purpose,
             tenant,
             page.after,
-            end,
             page.limit,
         )
         return list(map(_file, rows))
@@ -159,7 +173,9 @@ class LocalStorage:
             return blob.read(size)
 
     async def delete_file(self, tenant: str, file_id: str) -> bool:
-        return self._delete("files", tenant, file_id)
+        return self._delete(
+            "DELETE FROM files WHERE tenant = ? AND id = ? AND expires > ?", tenant, file_id
+        )
 
     async def add_batch(self, batch: Batch, lines: Sequence[bytes]) -> Batch | None:
         added = self._batches.add(batch, lines)
@@ -196,10 +212,10 @@ class LocalStorage:
         self._batches.release(runner)
         self._has_lines.set()
 
-    def _delete(self, table: str, tenant: str, entry_id: str) -> bool:
+    def _delete(self, statement: str, tenant: str, entry_id: str) -> bool:
         """Deletes an entry; returns False if it does not exist."""
         deleted = self._database.execute(
-            f"DELETE FROM {table} WHERE tenant = ? AND id = ? AND expires > ?",
+            statement,
             tenant,
             entry_id,
             self._database.clock(),
