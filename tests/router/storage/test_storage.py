@@ -319,18 +319,16 @@ async def test_an_answer_without_room_becomes_an_error() -> None:
     case.store.check_integrity()
 
 
+NAMES = ("claim", "claim", "answer", "late", "late", "release", "wait", "restart", "cancel")
 ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(("claim", "answer", "late", "release", "wait", "restart", "cancel")),
-        st.integers(0, 2),
-        st.integers(0, 5),
-    ),
+    st.tuples(st.sampled_from(NAMES), st.integers(0, 1), st.integers(1, 3)),
+    min_size=10,
     max_size=40,
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3), actions=ACTIONS)
+@given(sizes=st.lists(st.integers(2, 6), min_size=1, max_size=2), actions=ACTIONS)
 async def test_each_line_is_answered_exactly_once(
     sizes: Sequence[int], actions: Sequence[tuple[str, int, int]], tmp_path_factory: Any
 ) -> None:
@@ -338,7 +336,7 @@ async def test_each_line_is_answered_exactly_once(
     case = make(StorageConfig(folder=str(tmp_path_factory.mktemp("state"))))
     for i, size in enumerate(sizes):
         await case.store.add_batch(*batch(case, f"batch_{i}", f"t{i % 2}", size))
-    held: dict[int, list[BatchLine]] = {0: [], 1: [], 2: []}
+    held: dict[int, list[BatchLine]] = {0: [], 1: []}
     lost: list[BatchLine] = []
     cancelled = set()
     for action, runner, number in actions:
@@ -358,9 +356,9 @@ async def test_each_line_is_answered_exactly_once(
             case.clock.now += LEASE_SECONDS
         elif action == "restart":
             case.restart()
-        elif action == "cancel" and number < len(sizes):
-            await case.store.cancel_batch(f"t{number % 2}", f"batch_{number}")
-            cancelled.add(number)
+        elif action == "cancel" and number == 3 and runner < len(sizes):
+            await case.store.cancel_batch(f"t{runner}", f"batch_{runner}")
+            cancelled.add(runner)
     case.clock.now += LEASE_SECONDS + 1
     while lines := await case.store.claim("last", [], 9, 0):
         for line in lines:
