@@ -173,6 +173,6 @@ _EXPECTED = {  # a text of the example, what it prints
     "BadRequestError": ["400 temperature"],
     "response_format": ["36", "It is sunny in Rome."],
     "from anthropic": ["It is sunny in Rome."],
-    "client.responses": ["It is sunny in Rome."],
+    "function_call_output": ["It is sunny in Rome."],
     "client.detokenize": ["The capital of France is", "smollm2-135m-instruct 2048"],
 }
