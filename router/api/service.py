@@ -141,7 +141,9 @@ class GenerationService:
             caller.quota.check_tokens()
             if context.deadline is not None and time.monotonic() >= context.deadline:
                 raise deadline_passed()
-            if self._admission is not None:
+            # A resumption is admitted at once, if its tokens are valid.
+            is_resumption = bool(request.resume or context.event_id)
+            if self._admission is not None and not is_resumption:
                 priority = caller.priority(request.priority)
                 self._admission.check_early(
                     _estimated(request), caller.tenant, priority, context.deadline
@@ -317,6 +319,5 @@ def _estimated(request: inference_pb2.GenerateRequest) -> Capacity:
     num_generated = request.stopping.max_tokens or _TYPICAL_TOKENS
     num_choices = max(request.n, request.best_of, request.beam_search.width, 1)
     num_prompt = len(prompt.token_ids.ids) + characters // _CHARACTERS_PER_TOKEN
-    num_prompt += sum(len(each.token_ids) for each in request.resume)
     num_tokens = num_prompt + num_choices * min(num_generated, _TYPICAL_TOKENS)
     return Capacity(sequences=1, prompt_tokens=num_prompt, kv_tokens=num_tokens)

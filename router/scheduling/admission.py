@@ -14,6 +14,9 @@ A short prompt, which decode workers may compute, passes the requests that wait 
 It delays none of them, because it is admitted only if the decode workers also have room for the
 first of these requests.
 
+The first resumption of a stream whose router was lost is admitted at once, like a stream whose
+worker was lost: the service has admitted it before, and its client waits for the next token.
+
 No request waits while there is free capacity, or for requests of other routers alone: without an
 active request of this router, the first one is always admitted. Routers share nothing, so several
 may admit into the same free capacity between two reports of a worker. Then the excess waits in the
@@ -29,6 +32,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ...proto import worker_pb2
 from ...proto.errors import InvalidArgument, Overloaded, TandemError
 from ...proto.metrics import NULL_METRICS, REFUSALS, Metrics
 from ..fair_queue import FairQueue, QueueEntry
@@ -128,7 +132,8 @@ class Admission:
         self._check_stopped()
         required = required_capacity(request, self._capacity.cost)
         needed = self._limit_to_worker(required)
-        if not self._fits_now(needed):
+        is_resumption = request.submit.turn == worker_pb2.TURN_FIRST_OF_PRIORITY
+        if not is_resumption and not self._fits_now(needed):
             entry = _Waiting(
                 tenant=request.tenant,
                 priority=request.submit.priority,

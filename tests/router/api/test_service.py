@@ -261,6 +261,19 @@ async def test_admission_may_refuse_before_tokens_are_counted(
     assert admission.asked == [(95, 101, "t", 3), (0, 3, "", 0)]
 
 
+async def test_a_resumption_is_checked_and_not_refused_for_its_size(model: ServedModel) -> None:
+    admission = Full()
+    service = GenerationService([model], FakeTokenSource(), admission)
+    resumed = request(
+        prompt={"token_ids": {"ids": [1] * 95}},
+        stopping={"max_tokens": 9},
+        resume=[{"resume_token": b"forged", "token_ids": [1]}],
+    )
+    with pytest.raises(InvalidArgument, match="resume"):
+        await service.accept(resumed, RequestContext(arrived=0, is_resumable=True))
+    assert admission.asked == []
+
+
 async def test_invalid_requests_are_refused_before_admission(model: ServedModel) -> None:
     """A hint to try again would be wrong for a request that is invalid or late."""
     admission = Full()

@@ -402,6 +402,22 @@ async def test_a_full_queue_refuses_at_once_and_before_tokenization() -> None:
     await requests.finish("0")
 
 
+async def test_the_first_resumption_of_a_stream_passes_a_full_queue() -> None:
+    requests = AdmittedRequests(max_sequences=1, max_queued_requests=1)
+    for n in range(2):
+        await requests.ask(request([n] * 10, str(n)))
+    resumed, again = request([8] * 10, "resumed"), request([9] * 10, "again")
+    resumed.submit.turn = worker_pb2.TURN_FIRST_OF_PRIORITY
+    again.submit.turn = worker_pb2.TURN_IN_ORDER
+    async with requests.admission.permit(resumed):
+        assert requests.admission.num_active == 2
+        with pytest.raises(Overloaded, match="the queue is full"):
+            await (await requests.ask(again))
+    assert requests.admission.num_active == 1
+    await requests.cancel_all()
+    assert requests.admission.num_active == len(requests.admission.queue) == 0
+
+
 async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> None:
     clock = Clock()
     requests = AdmittedRequests(max_sequences=1, clock=clock, max_queue_seconds=20.0)
