@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Each test process imports 2,000 modules; without byte code of the last run it compiles them for 2 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo quick test test-gpu-versions gpu gpu-tree soak matrix pods check audit fuzz breaking format proto wheel clean
+.PHONY: help venv demo demo-kill quick test test-gpu-versions gpu gpu-tree soak matrix pods check audit fuzz breaking format proto wheel clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 27
@@ -20,7 +20,10 @@ help:  ## show these lines
 venv: .venv/.installed  ## create .venv with the pinned versions; redone when they change
 
 demo: .venv/.installed  ## serve the demo model on this machine, ask it four things at once, stop
-	@$(BIN)/python -m tandem.tests.demo
+	@$(BIN)/tandem demo
+
+demo-kill: .venv/.installed  ## kill processes under 16 streams of the demo model, and compare every token; OPTIONS="--tokens 400"
+	@$(BIN)/tandem demo --kill $(OPTIONS)
 
 quick: .venv/.installed  ## run the tests that need no network, no process and no model
 	$(BIN)/pytest --quick -q -p no:schemathesis -n 2

@@ -115,6 +115,7 @@ machine with other tests.
 """
 
 IN_TURN_PATHS: Final = (
+    "cluster/cli/demo/test_demo.py",
     "cluster/cli/test_serve.py",
     "e2e/test_cluster.py",
     "e2e/test_keys.py",

@@ -17,12 +17,13 @@ from typing import Any, Final
 
 from PIL import Image
 
+from tandem.cluster.cli.demo.command import MODEL
+from tandem.cluster.cli.demo.questions import PROMPTS
 from tandem.cluster.config import load_config
 from tandem.cluster.serve.environment import prepare_ray_environment
 from tandem.cluster.store.store import resolve_model
 from tandem.router.client.client import Client
 from tandem.tests.browser import chromium, paint_times, set_window
-from tandem.tests.demo import MODEL, PROMPTS
 
 LOAD_SECONDS: Final = 120.0
 MAX_BYTES: Final = 150_000

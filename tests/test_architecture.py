@@ -168,6 +168,12 @@ ARROWS: dict[str, set[str]] = {
             "workers: *",
         ),
         "cluster.cli.options": ("cluster: service_url settings text_files", "router.client"),
+        "cluster.stop_signals": (),
+        "cluster.cli.answers": ("cluster.tables", "router: client telemetry"),
+        "cluster.cli.demo": (
+            "cluster: cli.answers config eval serve stop_signals store tables",
+            "router: client telemetry",
+        ),
         "cluster.cli": ("cluster: *", "router: *", "workers: *"),
         "cluster": (),
     }.items()

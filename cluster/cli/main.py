@@ -19,6 +19,7 @@ from .batch import batch
 from .bench import DEFINITIONS, bench
 from .chat import chat
 from .client import dashboard, generate, status
+from .demo.command import demo
 from .drain import drain
 from .eval import eval_app
 from .key import key_app
@@ -66,6 +67,7 @@ for command in (
     batch,
     status,
     dashboard,
+    demo,
     drain,
     check,
     check_config,

@@ -1,14 +1,11 @@
 """`tandem serve` and `tandem check-config`: runs a service, and checks its configuration."""
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Final, TextIO
 
 import typer
@@ -21,6 +18,7 @@ from ..config import TandemConfig, load_config
 from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
 from ..settings import check_supported, collect_overrides
+from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
@@ -165,24 +163,3 @@ def _token_note() -> str:
     if path and os.environ.get("RAY_AUTH_MODE") == "token":
         return f", which asks for the token in {path}"
     return ""
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[threading.Event]:
-    """Leaves the block at the first SIGINT or SIGTERM, and sets the event.
-
-    The event is for the case that a library catches the exception. Later signals are ignored: the
-    stop has a time limit, and an interrupt would leave it incomplete.
-    """
-    stopped = threading.Event()
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stopped.set()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
-    with suppress(KeyboardInterrupt):
-        yield stopped

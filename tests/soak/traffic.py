@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tandem.cluster.cli.demo.differences import first_difference
 from tandem.proto.errors import TandemError
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.types import Choice
@@ -167,7 +168,7 @@ async def _stream(client: AsyncClient, case: Case) -> Ended:
                 else:
                     first_seconds = now - started
                 last, num_tokens = now, num_tokens + len(delta.token_ids)
-        difference = _difference((await stream.completion()).choices, case.expected)
+        difference = first_difference((await stream.completion()).choices, case.expected)
     except TandemError as raised:
         error = (
             f"{type(raised).__name__}: {raised} (after {num_tokens} tokens, "
@@ -182,25 +183,6 @@ async def _stream(client: AsyncClient, case: Case) -> Ended:
         error=error,
         difference=difference,
     )
-
-
-def _difference(found: Sequence[Choice], expected: Sequence[Choice]) -> str:
-    """Says where an output first differs from the expected one; empty if it does not."""
-    if len(found) != len(expected):
-        return f"{len(found)} choices instead of {len(expected)}"
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for name in ("token_ids", "text", "finish_reason", "logprobs"):
-            left, right = getattr(one, name), getattr(other, name)
-            if left != right:
-                if isinstance(left, str):
-                    return f"{name} of choice {index}: {left[-40:]!r} instead of {right[-40:]!r}"
-                pairs = zip(
-                    left, right, strict=False
-                )  # one of them may be the beginning of the other
-                same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                counts = f"{len(left)} instead of {len(right)}"
-                return f"{name} of choice {index}: {counts}, equal up to {same}"
-    return ""
 
 
 def _prompt(length: int, number: int) -> list[int]:

@@ -50,6 +50,7 @@ def test_help_names_every_command(run: Callable[..., Done]) -> None:
         "generate",
         "chat",
         "status",
+        "demo",
         "drain",
         "model",
         "plan",
