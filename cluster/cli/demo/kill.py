@@ -187,7 +187,7 @@ class KillDemo:
 
     async def _strike(self, kind: str) -> None:
         """Kills a process of a kind; returns when every stream has gone on for some tokens."""
-        target, cut = _target(kind, await self._placed(kind))
+        target, cut = choose_target(kind, await self._placed(kind))
         running = self._running()
         for stream in running.values():
             stream.begin_pause(kind, is_cut=stream.request.name in cut)
@@ -264,7 +264,7 @@ def _has_begun(stream: FollowedStream) -> bool:
     return stream.num_tokens > 0 or stream.state != "running"
 
 
-def _target(kind: str, placed: Sequence[PlacedRequest]) -> tuple[str, set[str]]:
+def choose_target(kind: str, placed: Sequence[PlacedRequest]) -> tuple[str, set[str]]:
     """Returns the process with the most requests of a kind, and the names of these requests.
 
     Raises Unavailable if no process of the kind has a request.

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from ....router.client.client import AsyncClient, AsyncStream
 
-NUM_REQUESTS: Final = 16
 _TOKENS_PER_ITEM: Final = 15  # of a list in JSON that the demo model writes
 _LOG_DAYS: Final = 20  # a prompt of 600 tokens, which a prefill worker computes for half a second
 
