@@ -12,7 +12,7 @@ PAGES = [
     "README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
-MAX_README_WORDS = 1_300
+MAX_README_WORDS = 1_600
 MAX_GLOSSARY_LINES = 40
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from ....router.client.client import AsyncClient, AsyncStream
 
 _TOKENS_PER_ITEM: Final = 15  # of a list in JSON that the demo model writes
-_LOG_DAYS: Final = 20  # a prompt of 600 tokens, which a prefill worker computes for half a second
+_LOG_DAYS: Final = 20  # a prompt of 520 tokens, which takes a prefill worker half a second
 
 _SEEDED_PROMPTS: Final = (
     "Once upon a time, in a village between two rivers, there lived a clockmaker who",
