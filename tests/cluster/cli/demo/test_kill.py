@@ -15,8 +15,8 @@ REQUESTS = mixed_requests(48)
 
 
 def placed(name: str, **fields: Any) -> PlacedRequest:
-    given = {"router": "r0", "prefill": "p0", "decode": "d0", "is_prefilling": False}
-    return PlacedRequest(name=name, **given | fields)
+    given: dict[str, Any] = {"router": "r0", "prefill": "p0", "decode": "d0"}
+    return PlacedRequest(name=name, **{"is_prefilling": False} | given | fields)
 
 
 def ended(*choices: Choice, error: str = "") -> FollowedStream:
