@@ -38,6 +38,7 @@ SHARING_PATHS: Final = (
     "cluster/cli/test_plan.py",
     "cluster/cli/test_status_page.py",
     "cluster/eval",
+    "cluster/explain",
     "cluster/local/test_batch_runs.py",
     "cluster/local/test_llm.py",
     "cluster/local/test_local_ranks.py",

@@ -167,6 +167,12 @@ ARROWS: dict[str, set[str]] = {
             "router: *",
             "workers: *",
         ),
+        "cluster.explain": (
+            "cluster: cli.options config local service_url store tables text_files",
+            "router.client",
+            "workers: host kv_cache",
+            "workers.model: config costs device registry",
+        ),
         "cluster.cli.options": ("cluster: service_url settings text_files", "router.client"),
         "cluster.stop_signals": (),
         "cluster.cli.answers": ("cluster.tables", "router: client telemetry"),

@@ -22,6 +22,7 @@ from ...workers.model.footprint import (
     memory_budget,
 )
 from ..config import KvCacheDtype, ModelImpl, Numerics, Quantization, load_config
+from ..explain.cost_command import cost_command
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import table_console
@@ -38,6 +39,7 @@ from .options import check_choice
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
+plan_app.command("cost")(cost_command)
 
 
 @plan_app.command("memory")

@@ -3,16 +3,19 @@
 import hashlib
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import httpx2
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -36,9 +39,7 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
     InvalidArgument (invalid name or unknown revision) or Unavailable (unreachable and not in the
     cache, incomplete, modified, or no room on the disk).
     """
-    # The library's retries would print a dozen warnings before the one line below.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    try:
+    with _refusals(repo_id, revision):
         folder = snapshot_download(
             repo_id,
             revision=revision,
@@ -46,6 +47,33 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
             ignore_patterns=_UNWANTED,
             etag_timeout=ANSWER_DEADLINE_S,
         )
+    _check_hashes(Path(folder))
+    return Path(folder)
+
+
+def download_config(repo_id: str, revision: str | None) -> Path:
+    """Returns config.json of a revision of `repo_id`; fetches no weights.
+
+    Raises as `download_snapshot`, and NotFound for a repository without this file.
+    """
+    with _refusals(repo_id, revision):
+        try:
+            return Path(
+                hf_hub_download(
+                    repo_id, "config.json", revision=revision, etag_timeout=ANSWER_DEADLINE_S
+                )
+            )
+        except RemoteEntryNotFoundError as error:
+            raise NotFound(f"model: {repo_id} has no config.json on the hub") from error
+
+
+@contextmanager
+def _refusals(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turns each error of a download into one line; raises as `download_snapshot`."""
+    # The library's retries would print a dozen warnings before the one line below.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        yield
     except HFValidationError as error:
         raise InvalidArgument(
             f"{repo_id!r} is not a valid name on the Hugging Face hub", "model"
@@ -75,8 +103,6 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
             f"model: the Hugging Face hub cannot be asked for {repo_id}: "
             f"{' '.join(str(error).split())} (https_proxy, all_proxy, HF_ENDPOINT)"
         ) from error
-    _check_hashes(Path(folder))
-    return Path(folder)
 
 
 def _check_hashes(folder: Path) -> None:

@@ -162,6 +162,21 @@ def resolve_model(model: str, *, dtype: str = "bfloat16") -> Path:
     )
 
 
+def resolve_config(model: str) -> Path:
+    """Returns config.json of MODEL, or a folder with it; fetches no weights from the hub.
+
+    MODEL as of `resolve_model`, or a file in the form of config.json. Raises as `resolve_model`.
+    """
+    path = Path(os.path.expanduser(model))
+    if path.suffix == ".json" and path.is_file():
+        return path
+    if (hub_id := _HUB_ID.fullmatch(model)) and not path.exists():
+        from .hub import download_config
+
+        return download_config(hub_id[1], hub_id[2])
+    return resolve_model(model)
+
+
 def _convert_once(gguf: Path, dtype: str) -> Path:
     """Returns the folder of a GGUF file's model, which stays while this process lives.
 

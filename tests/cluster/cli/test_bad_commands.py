@@ -66,6 +66,8 @@ COMMANDS: list[list[str]] = [
     *(["model", "get", name] for name in ("", "../x", "nothing", "x" * 5_000)),
     *(["plan", "memory", model] for model in ("", "no-such-model", "/dev/null", "./nothing")),
     *(["plan", "memory", "m", "--tp", value] for value in BAD_NUMBERS),
+    *(["plan", "cost", model] for model in ("", "no-such-model", "/dev/null", "./nothing")),
+    *(["plan", "cost", "m", "--prompt", value] for value in BAD_NUMBERS),
     ["drain"],
     ["drain", "all", "--timeout", "x"],
     ["drain", "all", "--timeout", "-1"],

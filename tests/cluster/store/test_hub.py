@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,7 @@ import huggingface_hub.constants
 import pytest
 
 from tandem.cluster.config import load_config
-from tandem.cluster.store.store import resolve_model
+from tandem.cluster.store.store import resolve_config, resolve_model
 from tandem.proto.errors import (
     InvalidArgument,
     NotFound,
@@ -89,7 +90,7 @@ class Hub(BaseHTTPRequestHandler):
                 "siblings": [{"rfilename": name} for name in FILES],
             }
             return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
-        name = self.path.removeprefix(f"/org/tiny/resolve/{SHA}/")
+        name = re.sub(f"^/org/tiny/resolve/(main|{SHA})/", "", self.path)
         if name in FILES:
             body = FILES[name].swapcase() if name == self.changed else FILES[name]
             return 200, {"ETag": f'"{etag(name)}"', "X-Repo-Commit": SHA}, body
@@ -135,6 +136,18 @@ def test_a_hub_id_brings_only_what_is_safe_to_load_and_then_works_offline(
     hub.shutdown()
     hub.server_close()
     assert resolve_model("org/tiny") == folder
+
+
+def test_a_config_comes_without_weights_and_then_offline(hub: ThreadingHTTPServer) -> None:
+    path = resolve_config("org/tiny")
+    assert path.read_bytes() == FILES["config.json"]
+    assert [each.name for each in path.parent.iterdir()] == ["config.json"]
+    for name, kind in (("org/none", NotFound), ("org/gated", PermissionDenied)):
+        with pytest.raises(kind, match=f"^model: .*{name}"):
+            resolve_config(name)
+    hub.shutdown()
+    hub.server_close()
+    assert resolve_config("org/tiny") == path
 
 
 @pytest.mark.parametrize("revision", ["v1", SHA])

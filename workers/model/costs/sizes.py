@@ -28,7 +28,9 @@ def model_sizes(config: ModelConfig, dtype: str, device_type: str = "cpu") -> Mo
     `dtype` and `device_type` as in `rank_weight_bytes`. Takes seconds for a model that runs through
     transformers' code.
     """
-    shapes = weight_shapes(replace(config, quantization={}))
+    unquantized = replace(config, quantization={})
+    shapes = weight_shapes(unquantized)
+    plain = weight_bytes(unquantized, 1, dtype)
     experts: dict[str, int] = {}
     numbers: set[str] = set()
     for name, shape in shapes.items():
@@ -42,8 +44,8 @@ def model_sizes(config: ModelConfig, dtype: str, device_type: str = "cpu") -> Mo
         experts=sum(experts.values()),
         num_experts=len(numbers),
         num_chosen=min(_num_chosen(config), len(numbers)),
-        weight_bytes=weight_bytes(config, 1, dtype, device_type),
-        plain_bytes=weight_bytes(replace(config, quantization={}), 1, dtype),
+        weight_bytes=weight_bytes(config, 1, dtype, device_type) if config.quantization else plain,
+        plain_bytes=plain,
     )
 
 

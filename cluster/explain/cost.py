@@ -1,0 +1,227 @@
+"""Puts the arithmetic of one prompt and its output into a report, for people and as JSON.
+
+The names in the JSON are the names of the fields below. Times are in seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ...workers.model.config import CheckpointError, Fields, ModelConfig, read_json
+from ...workers.model.costs.inference import InferenceCost, Work, inference_cost, total
+from ...workers.model.costs.roofline import Roofline
+from ..store.store import resolve_config
+from ..tables import make_table
+from .units import amount, milliseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Holds the work of one step, or of several together."""
+
+    flops: int
+    num_bytes: int
+    flops_per_byte: float
+
+    @classmethod
+    def of(cls, work: Work) -> "StepWork":
+        """Returns the report of some work."""
+        return cls(flops=work.flops, num_bytes=work.num_bytes, flops_per_byte=work.intensity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """Holds the least times on one device."""
+
+    device: str
+    bytes_per_s: float
+    flops_per_s: float
+    ttft_seconds: float  # the prefill
+    prefill_bound: str  # memory or compute
+    tpot_seconds: float  # the mean decode step; 0 with one output token
+    decode_bound: str
+    tokens_per_s: float  # of all sequences of the batch
+    with_cache_seconds: float  # prefill and all decode steps
+    without_cache_seconds: float  # a prefill for each token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostReport:
+    """Holds the arithmetic of a prompt of `prompt_tokens` and `output_tokens` after it."""
+
+    model: str
+    dtype: str
+    parameters: int
+    active_parameters: int  # in one token's step; fewer with experts
+    weight_bytes: int
+    prompt_tokens: int
+    output_tokens: int
+    batch: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_without_sharing: int  # no GQA and no MLA
+    state_bytes: int  # of one sequence
+    kv_bytes: int  # of the whole sequence at its end
+    kv_bytes_without_windows: int
+    prefill: StepWork
+    first_decode: StepWork  # of the whole batch, as `last_decode`
+    last_decode: StepWork
+    with_cache: StepWork  # prefill and all decode steps of one sequence
+    without_cache: StepWork
+    floors: tuple[Floor, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the report as a JSON object."""
+        return asdict(self)
+
+
+def read_model_config(model: str) -> ModelConfig:
+    """Returns the config of MODEL as of `resolve_config`, for which no weights are needed.
+
+    Raises as `resolve_config`, and CheckpointError for a model that cannot be served.
+    """
+    path = resolve_config(model)
+    # With torch, which takes a second.
+    from ...workers.model.registry import load_model_config, parse_model_config
+
+    if path.is_dir():
+        return load_model_config(path)
+    return parse_model_config(Fields(path.name, read_json(path)))
+
+
+def make_cost(
+    config: ModelConfig,
+    dtype: str,
+    *,
+    quantization: str | None = None,
+    cache_dtype: str = "auto",
+    device_type: str = "cpu",
+) -> InferenceCost:
+    """Returns the arithmetic of a model. Raises CheckpointError for a wrong combination."""
+    from ...workers.model.costs.sizes import model_sizes
+    from ...workers.model.registry import with_quantization
+
+    if quantization is not None:
+        config = with_quantization(config, quantization)
+    try:
+        return inference_cost(config, model_sizes(config, dtype, device_type), dtype, cache_dtype)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def cost_report(
+    model: str,
+    cost: InferenceCost,
+    *,
+    prompt_tokens: int,
+    output_tokens: int,
+    batch: int = 1,
+    devices: Mapping[str, Roofline] | None = None,
+) -> CostReport:
+    """Returns the report of a model for a prompt, an output and some devices, by name."""
+    end = prompt_tokens + output_tokens - 1  # the last token is never attended to
+    cached = [cost.prefill(prompt_tokens), *cost.decodes(prompt_tokens, output_tokens)]
+    recomputed = cost.without_cache(prompt_tokens, output_tokens)
+    first = cost.decode(prompt_tokens + 1, batch)
+    last = cost.decode(max(end, prompt_tokens + 1), batch)
+    middle = cost.decode((prompt_tokens + 1 + max(end, prompt_tokens + 1)) / 2, batch)
+    return CostReport(
+        model=model,
+        dtype=cost.layout.dtype,
+        parameters=cost.sizes.parameters,
+        active_parameters=cost.sizes.active,
+        weight_bytes=cost.sizes.weight_bytes,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        batch=batch,
+        kv_bytes_per_token=cost.kv_bytes_per_token,
+        kv_bytes_per_token_without_sharing=cost.kv_bytes_without_sharing,
+        state_bytes=cost.layout.bytes_per_state,
+        kv_bytes=cost.kv_bytes(end),
+        kv_bytes_without_windows=end * cost.kv_bytes_per_token + cost.layout.bytes_per_state,
+        prefill=StepWork.of(cached[0]),
+        first_decode=StepWork.of(first),
+        last_decode=StepWork.of(last),
+        with_cache=StepWork.of(total(cached)),
+        without_cache=StepWork.of(total(recomputed)),
+        floors=tuple(
+            Floor(
+                device=name,
+                bytes_per_s=device.bytes_per_s,
+                flops_per_s=device.flops_per_s,
+                ttft_seconds=device.seconds(cached[0]),
+                prefill_bound=device.bound(cached[0]),
+                tpot_seconds=device.seconds(middle) if output_tokens > 1 else 0.0,
+                decode_bound=device.bound(middle),
+                tokens_per_s=batch / device.seconds(middle),
+                with_cache_seconds=sum(map(device.seconds, cached)),
+                without_cache_seconds=sum(map(device.seconds, recomputed)),
+            )
+            for name, device in (devices or {}).items()
+        ),
+    )
+
+
+def summary(report: CostReport) -> list[str]:
+    """Returns the figures of the model and of its KV cache as lines."""
+    active = ""
+    if report.active_parameters != report.parameters:
+        active = f", {amount(report.active_parameters)} of them for each token"
+    lines = [
+        f"{report.model}: {amount(report.parameters)} parameters{active}, "
+        f"{amount(report.weight_bytes, 'B')} of weights in {report.dtype}",
+        f"KV cache: {report.kv_bytes_per_token:,} B for each token; "
+        f"{report.kv_bytes_per_token_without_sharing:,} B if each query head had its own",
+    ]
+    if report.state_bytes:
+        lines.append(f"state: {amount(report.state_bytes, 'B')} for each sequence")
+    held = f"{amount(report.kv_bytes, 'B')} after {report.prompt_tokens:,} + "
+    held += f"{report.output_tokens:,} tokens"
+    if report.kv_bytes != report.kv_bytes_without_windows:
+        held += f"; {amount(report.kv_bytes_without_windows, 'B')} without windows"
+    lines.append(f"KV cache of a sequence: {held}")
+    return lines
+
+
+def work_table(report: CostReport) -> Table:
+    """Returns a table of the work of prefill and decode."""
+    table = make_table("step", numbers=["products", "bytes moved", "FLOP/B"])
+    last = report.prompt_tokens + max(report.output_tokens - 1, 1)
+    of_batch = f", batch {report.batch}" if report.batch > 1 else ""
+    rows: Sequence[tuple[str, StepWork]] = (
+        (f"prefill of {report.prompt_tokens:,} tokens", report.prefill),
+        (f"decode at {report.prompt_tokens + 1:,} tokens{of_batch}", report.first_decode),
+        (f"decode at {last:,} tokens{of_batch}", report.last_decode),
+        (f"{report.output_tokens:,} tokens with KV cache", report.with_cache),
+        (f"{report.output_tokens:,} tokens without KV cache", report.without_cache),
+    )
+    for name, work in rows:
+        table.add_row(
+            name,
+            amount(work.flops, "FLOP"),
+            amount(work.num_bytes, "B"),
+            f"{work.flops_per_byte:,.1f}",
+        )
+    return table
+
+
+def floor_table(report: CostReport) -> Table:
+    """Returns a table of the least times on each device."""
+    numbers = ["memory", "products", "TTFT floor", "bound", "TPOT floor", "bound "]
+    numbers += ["tokens/s at most", "with KV cache", "without"]
+    table = make_table("device", numbers=numbers)
+    for each in report.floors:
+        table.add_row(
+            each.device,
+            f"{amount(each.bytes_per_s, 'B')}/s",
+            f"{amount(each.flops_per_s, 'FLOP')}/s",
+            milliseconds(each.ttft_seconds),
+            each.prefill_bound,
+            milliseconds(each.tpot_seconds),
+            each.decode_bound,
+            f"{each.tokens_per_s:,.0f}",
+            milliseconds(each.with_cache_seconds),
+            milliseconds(each.without_cache_seconds),
+        )
+    return table
