@@ -15,6 +15,7 @@ import typer
 
 from ...proto.errors import InvalidArgument, NotFound, TandemError
 from ...workers.model.config import CheckpointError
+from ..explain.command import explain_command
 from .batch import batch
 from .bench import DEFINITIONS, bench
 from .chat import chat
@@ -74,6 +75,7 @@ for command in (
     quantize,
 ):
     app.command()(command)
+app.command("explain")(explain_command)
 app.command(epilog=DEFINITIONS)(bench)
 app.command(cls=ServeCommand)(serve)
 

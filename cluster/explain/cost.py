@@ -5,7 +5,7 @@ The names in the JSON are the names of the fields below. Times are in seconds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from rich.table import Table
 
@@ -15,6 +15,8 @@ from ...workers.model.costs.roofline import Roofline
 from ..store.store import resolve_config
 from ..tables import make_table
 from .units import amount, milliseconds
+
+THIS_MACHINE: Final = "this machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,18 @@ from ...workers.model.costs.roofline import DEVICES, Roofline
 from ..cli.options import check_choice
 from ..config import KvCacheDtype, Quantization
 from ..tables import table_console
-from .cost import cost_report, floor_table, make_cost, read_model_config, summary, work_table
+from .cost import (
+    THIS_MACHINE,
+    cost_report,
+    floor_table,
+    make_cost,
+    read_model_config,
+    summary,
+    work_table,
+)
 
 _MAX_PROMPT: Final = 1_048_576
 _MAX_OUTPUT: Final = 65_536
-_THIS_MACHINE: Final = "this machine"
 
 
 def cost_command(
@@ -76,7 +83,7 @@ def cost_command(
 
         devices = {
             **(devices if device or rate else {}),
-            _THIS_MACHINE: measure_machine(config, dtype, prompt),
+            THIS_MACHINE: measure_machine(config, dtype, prompt),
         }
     report = cost_report(
         model, cost, prompt_tokens=prompt, output_tokens=output, batch=batch, devices=devices
