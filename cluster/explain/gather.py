@@ -204,8 +204,8 @@ def _recompute(
     """
     ids = completion.token_ids
     once = cast(Options, {**options, "max_tokens": 1})
-    seconds = []
-    found = []
+    seconds: list[float] = []
+    found: list[int] = []
     for number in range(len(ids)):
         again, _ = _run(subject, [*prompt_ids, *ids[:number]], dict(once))
         if again.usage.cached_tokens:
