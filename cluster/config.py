@@ -24,6 +24,7 @@ from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserNa
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..router.storage.config import StorageConfig
+from ..router.watermark.config import WatermarkConfig
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .chat_template import ChatTemplate
 from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
@@ -279,6 +280,7 @@ class TandemConfig(BaseModel):
     lora: LoraConfig = LoraConfig()
     tracing: TracingConfig = TracingConfig()
     auth: AuthConfig = AuthConfig()
+    watermark: WatermarkConfig = WatermarkConfig()
     peer_tls: PeerTlsConfig = PeerTlsConfig()
     storage: StorageConfig = StorageConfig()
     router: RouterConfig = RouterConfig()

@@ -337,6 +337,12 @@ SETTINGS: Final = (
         help="Serve without keys on any interface.",
     ),
     Setting(
+        name="watermark_key",
+        keys=("watermark.key_file",),
+        kind=Path,
+        help="The file with the key of watermarks, made by `tandem watermark key`.",
+    ),
+    Setting(
         name="reflection", keys=("router.reflection",), kind=bool, help="Serve gRPC reflection."
     ),
     Setting(

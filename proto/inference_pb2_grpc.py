@@ -49,6 +49,11 @@ class InferenceStub:
                 request_serializer=inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.DetectWatermark = channel.unary_unary(
+                '/tandem.v1.Inference/DetectWatermark',
+                request_serializer=inference__pb2.DetectWatermarkRequest.SerializeToString,
+                response_deserializer=inference__pb2.DetectWatermarkResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tandem.v1.Inference/ListModels',
                 request_serializer=inference__pb2.ListModelsRequest.SerializeToString,
@@ -94,6 +99,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DetectWatermark(self, request, context):
+        """Tests whether a text has the watermark of this service.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the model names that this service serves.
         """
@@ -133,6 +145,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'DetectWatermark': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetectWatermark,
+                    request_deserializer=inference__pb2.DetectWatermarkRequest.FromString,
+                    response_serializer=inference__pb2.DetectWatermarkResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -231,6 +248,33 @@ class Inference:
             '/tandem.v1.Inference/Detokenize',
             inference__pb2.DetokenizeRequest.SerializeToString,
             inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetectWatermark(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/DetectWatermark',
+            inference__pb2.DetectWatermarkRequest.SerializeToString,
+            inference__pb2.DetectWatermarkResponse.FromString,
             options,
             channel_credentials,
             insecure,

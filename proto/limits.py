@@ -45,6 +45,18 @@ MAX_BEAM_WIDTH: Final = 16
 MAX_LOGPROBS: Final = 20
 """Number of alternatives that are reported for one token."""
 
+MIN_TEMPERATURE: Final = 1e-5
+"""Below it sampling is greedy, because the division would overflow float32."""
+
+MAX_WATERMARK_CONTEXT: Final = 8
+"""Number of previous tokens that may choose the green tokens of a watermark."""
+
+WATERMARK_GAMMA: Final = (0.01, 0.99)
+"""Bounds of the share of green tokens."""
+
+MAX_WATERMARK_DELTA: Final = 20.0
+"""Bound of the addition to the logits of green tokens, which is above 0."""
+
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_TOKENS: Final = 64
 

@@ -259,6 +259,11 @@ PARAMETERS: Final = (
         flag="--bad-word",
     ),
     RequestParameter(
+        "sampling.watermark",
+        "bool",
+        "Marks the text statistically (Kirchenbauer et al., 2023); the service must have a key.",
+    ),
+    RequestParameter(
         "sampling.seed", "uint64", "Same seed, same tokens. Unset: a random seed.", default=None
     ),
     RequestParameter(

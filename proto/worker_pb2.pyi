@@ -101,7 +101,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., suspend: _Optional[_Union[Suspend, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority", "adapter", "pooling", "prefix_holder", "tenant", "turn", "processed_logprobs")
+    __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority", "adapter", "pooling", "prefix_holder", "tenant", "turn", "processed_logprobs", "watermark")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     PROCESSED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     task: Task
@@ -154,7 +155,20 @@ class Submit(_message.Message):
     tenant: bytes
     turn: Turn
     processed_logprobs: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., num_choices: _Optional[int] = ..., first_choice: _Optional[int] = ..., beam_search: _Optional[_Union[_inference_pb2.BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[_inference_pb2.Pooling, str]] = ..., prefix_holder: _Optional[_Union[PrefixHolder, _Mapping]] = ..., tenant: _Optional[bytes] = ..., turn: _Optional[_Union[Turn, str]] = ..., processed_logprobs: _Optional[bool] = ...) -> None: ...
+    watermark: Watermark
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., num_choices: _Optional[int] = ..., first_choice: _Optional[int] = ..., beam_search: _Optional[_Union[_inference_pb2.BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[_inference_pb2.Pooling, str]] = ..., prefix_holder: _Optional[_Union[PrefixHolder, _Mapping]] = ..., tenant: _Optional[bytes] = ..., turn: _Optional[_Union[Turn, str]] = ..., processed_logprobs: _Optional[bool] = ..., watermark: _Optional[_Union[Watermark, _Mapping]] = ...) -> None: ...
+
+class Watermark(_message.Message):
+    __slots__ = ("key", "gamma", "delta", "context_width")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    gamma: float
+    delta: float
+    context_width: int
+    def __init__(self, key: _Optional[bytes] = ..., gamma: _Optional[float] = ..., delta: _Optional[float] = ..., context_width: _Optional[int] = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
     __slots__ = ("address", "num_tokens", "block_size")

@@ -28,8 +28,8 @@ class TokenRequest:
 
     request_id: str  # unique within the router
     # The message to workers, without `attempt` and `task`; each attempt sends a copy. Every field
-    # of `sampling` and `beam_search` is set, except `sampling.bad_words`; the beam search's width
-    # is at least num_choices.
+    # of `sampling` and `beam_search` is set, except `sampling.bad_words` and `sampling.watermark`;
+    # the beam search's width is at least num_choices.
     submit: worker_pb2.Submit
     tenant: str = ""  # waiting requests are served fairly among tenants
     arrived: float  # time.monotonic() when the API server received the request

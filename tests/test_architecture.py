@@ -101,12 +101,13 @@ ARROWS: dict[str, set[str]] = {
         "router.resume": (),
         "router.client": (),
         "router.telemetry": (),
+        "router.watermark": ("router.auth",),
         "router.adapters": ("router: auth request",),
         "router.scheduling": ("router: fair_queue request",),
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
         "router.frontend": (
-            "router: auth fair_queue frontend.chat_formats request resume telemetry",
+            "router: auth fair_queue frontend.chat_formats request resume telemetry watermark",
         ),
         "router.output": ("router: frontend frontend.chat_formats request resume",),
         "router.storage": ("router.auth",),
@@ -138,7 +139,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.scaling": ("cluster.scaling.config", "router.scheduling"),
         "cluster.config": (
             "cluster: chat_template scaling.config settings text_files",
-            "router: adapters auth frontend.chat_formats resume scheduling storage",
+            "router: adapters auth frontend.chat_formats resume scheduling storage watermark",
             "workers.engine",
         ),
         "cluster.nodes": ("cluster.config",),
@@ -179,6 +180,10 @@ ARROWS: dict[str, set[str]] = {
         "cluster.cli.demo": (
             "cluster: cli.answers config eval serve stop_signals store tables",
             "router: client telemetry",
+        ),
+        "cluster.cli.watermark": (
+            "cluster: cli.options service_url text_files",
+            "router: client watermark",
         ),
         "cluster.cli": ("cluster: *", "router: *", "workers: *"),
         "cluster": (),

@@ -27,6 +27,7 @@ from .key import key_app
 from .model import model_app, quantize
 from .plan import check, plan_app
 from .serve import ServeCommand, check_config, serve
+from .watermark.commands import watermark_app
 
 _TRACEBACK_VARIABLE: Final = "TANDEM_TRACEBACK"
 _MAX_TEXT: Final = 500
@@ -62,6 +63,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
+app.add_typer(watermark_app, name="watermark")
 for command in (
     generate,
     chat,

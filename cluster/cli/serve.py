@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from ...router.auth.keys import load_keys
 from ...router.client.wire import API_KEY_VARIABLE
+from ...router.watermark.key import read_watermark_key
 from ..config import TandemConfig, load_config
 from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
@@ -72,6 +73,8 @@ def serve(
     checked = _with_key_of_environment(loaded)
     if checked.auth.keys_file is not None:
         load_keys(checked.auth.keys_file)  # fails here, before anything starts
+    if checked.watermark.key_file is not None:
+        read_watermark_key(checked.watermark.key_file)
     if checked.router.tls is not None:
         checked.router.tls.load()
     # Fails for a wrong environment, before the model is fetched.

@@ -33,6 +33,7 @@ from ...router.frontend.prepared import PreparedRequest
 from ...router.frontend.tokenizer import Tokenizer
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
+from ...router.watermark.rules import WatermarkRules
 from ...workers.model.config import read_fields, text_model_of
 from ...workers.serve.worker import Worker
 from ..config import TandemConfig
@@ -135,6 +136,7 @@ class LocalEngine:
                 context_tokens=worker.info().context_tokens,
                 text_model_of=text_model_of(read_fields(folder)),
                 defaults=generation_defaults(config, folder),
+                watermark=WatermarkRules.load(config.watermark),
             )
             engine = cls(worker, model, config)
             scope.push_async_callback(engine._dispatcher.close)

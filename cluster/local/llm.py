@@ -87,6 +87,7 @@ class LocalSettings(TypedDict, total=False):
     numerics: str  # exact or fast, as in the configuration of a service
     # In place of the model's: a file, the template itself, or a name as of `--chat-template`.
     chat_template: str | os.PathLike[str] | None
+    watermark_key: str | os.PathLike[str] | None  # a file of `tandem watermark key`
     generation_config: str  # auto: parameters that are absent are the model's own; or none
     served_model_name: str | None  # the name of the model in the requests of a batch
     max_loras: int  # held at once
@@ -339,8 +340,9 @@ def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> 
     values |= {keys[name]: value for name, value in settings.items()}
     if isinstance(given := values.get("speculative"), Mapping):
         values["speculative"] = dict(given)
-    if isinstance(given := values.get("chat_template"), os.PathLike):
-        values["chat_template"] = os.fspath(given)
+    for name in ("chat_template", "watermark.key_file"):
+        if isinstance(given := values.get(name), os.PathLike):
+            values[name] = os.fspath(given)
     values["prefill.replicas"] = 0
     values["kv_transports"] = ()
     values["decode.mixed_chunk_tokens"] = _CHUNK_TOKENS

@@ -38,6 +38,7 @@ from ...router.resume.policy import ResumePolicy
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
 from ...router.storage.interface import Storage
+from ...router.watermark.rules import WatermarkRules
 from ...workers.model.config import read_fields, text_model_of
 from ...workers.model.generic.context import read_context_tokens
 from ..config import RouterConfig, TandemConfig, check_interface
@@ -130,7 +131,7 @@ class RouterRuntime:
         `storage`: see GenerationService.
 
         Raises OSError or RuntimeError if all its ports are in use, InvalidArgument if keys are
-        needed or their file is invalid.
+        needed or their file is invalid, also the file of the watermark's key.
         """
         router = config.router
         bind = router.bind or host
@@ -299,6 +300,7 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
         context_tokens=config.context_tokens or read_context_tokens(folder),
         text_model_of=text_model_of(read_fields(folder)),
         defaults=generation_defaults(config, folder),
+        watermark=WatermarkRules.load(config.watermark),
     )
 
 

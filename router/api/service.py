@@ -13,13 +13,13 @@ from traceback import extract_tb
 from typing import Final
 
 from ...proto import inference_pb2, limits
-from ...proto.errors import InternalError, NotFound, TandemError
+from ...proto.errors import InternalError, InvalidArgument, NotFound, TandemError
 from ...proto.metrics import Metrics
 from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..adapters import AdapterAdmin, AdapterRegistry
 from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
-from ..frontend.fair_threads import COPYING
+from ..frontend.fair_threads import CHECKING, COPYING
 from ..frontend.prepare import RequestContext, ServedModel, check_prompt, encode_prompt, prepare
 from ..frontend.prepared import PreparedRequest
 from ..output.processor import OutputProcessor
@@ -230,6 +230,28 @@ class GenerationService:
         text = await before(deadline, tokenizer.detokenize(ids, caller.turn))
         caller.quota.take_tokens(len(ids))
         return inference_pb2.DetokenizeResponse(text=text)
+
+    async def detect_watermark(
+        self,
+        request: inference_pb2.DetectWatermarkRequest,
+        caller: Caller,
+        deadline: float | None = None,
+    ) -> inference_pb2.DetectWatermarkResponse:
+        """Returns the evidence for the service's watermark. Charges the caller as for a prompt.
+
+        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
+        """
+        rules = self.model(request.model).watermark
+        if rules is None:
+            raise NotFound("this service has no key for a watermark")
+        if request.prompt.HasField("chat") or request.prompt.suffix:
+            raise InvalidArgument("must be a text or token ids", "prompt")
+        encoding = inference_pb2.TokenizeRequest(model=request.model, prompt=request.prompt)
+        ids = await self.encode(encoding, caller, deadline, add_special_tokens=False)
+        found = await CHECKING.run(caller.turn, len(ids), rules.detect, ids)
+        return inference_pb2.DetectWatermarkResponse(
+            z=found.z, p=found.p, num_tokens=found.num_tokens, num_green=found.num_green
+        )
 
     async def list_models(
         self, _request: inference_pb2.ListModelsRequest, _caller: Caller | None = None

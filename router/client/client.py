@@ -35,6 +35,7 @@ from .request import (
     generate_request,
     text_prompt,
     tokenize_request,
+    watermark_request,
 )
 from .results import Collector
 from .routers import RoutedCall, Routers, RouterStubs, call, call_async
@@ -47,6 +48,7 @@ from .types import (
     Options,
     TemplateOptions,
     Timeline,
+    WatermarkEvidence,
 )
 
 _S = TypeVar("_S")
@@ -309,6 +311,19 @@ class Client(_BaseClient[Stream]):
         request = detokenize_request(token_ids, model)
         return str(self._call(lambda router: router.inference.Detokenize, request, timeout).text)
 
+    def detect_watermark(
+        self, prompt: TextOrIds, *, model: str = "", timeout: Seconds = None
+    ) -> WatermarkEvidence:
+        """Tests a text or token ids for the service's watermark.
+
+        Raises NotFound if the service has no key for one.
+        """
+        request = watermark_request(prompt, model)
+        found: WatermarkEvidence = self._call(
+            lambda router: router.inference.DetectWatermark, request, timeout
+        )
+        return found
+
     def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service serves."""
         request = inference_pb2.ListModelsRequest()
@@ -401,6 +416,19 @@ class AsyncClient(_BaseClient[AsyncStream]):
         return str(
             (await self._call(lambda router: router.inference.Detokenize, request, timeout)).text
         )
+
+    async def detect_watermark(
+        self, prompt: TextOrIds, *, model: str = "", timeout: Seconds = None
+    ) -> WatermarkEvidence:
+        """Tests a text or token ids for the service's watermark.
+
+        Raises NotFound if the service has no key for one.
+        """
+        request = watermark_request(prompt, model)
+        found: WatermarkEvidence = await self._call(
+            lambda router: router.inference.DetectWatermark, request, timeout
+        )
+        return found
 
     async def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service serves."""

@@ -100,6 +100,12 @@ def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.De
         return inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
 
 
+def watermark_request(
+    prompt: str | Sequence[int], model: str
+) -> inference_pb2.DetectWatermarkRequest:
+    return inference_pb2.DetectWatermarkRequest(model=model, prompt=text_prompt(prompt))
+
+
 def _check_names(given: Mapping[str, object], known: Set[str]) -> None:
     for name in given:
         if name not in known:

@@ -16,6 +16,9 @@ ToolCall = inference_pb2.ToolCall
 ModelInfo = inference_pb2.Model
 """A model that the service serves."""
 
+WatermarkEvidence = inference_pb2.DetectWatermarkResponse
+"""What the test for a watermark has found: `z`, `p`, `num_tokens` and `num_green`."""
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 Message = Mapping[str, object]
 """A message of a chat: `role` and `content`, and where they apply `name`, `reasoning`, `tool_calls`
@@ -74,6 +77,9 @@ class Options(TypedDict, total=False):
     frequency_penalty: float  # of tokens in the completion, for each occurrence
     logit_bias: Mapping[int, float]  # numbers that are added to logits, by token id
     bad_words: Sequence[str]  # texts that the completion must not contain
+    watermark: (
+        bool  # marks the text, for a service that has a key; see docs/operations/watermark.md
+    )
     seed: int  # same seed, same tokens; absent: a random one
 
     max_tokens: int  # absent: for a chat up to the end of the context, for another prompt 16

@@ -21,6 +21,7 @@ from ..resume.tokens import (
     digest_request,
 )
 from ..telemetry.trace import TraceContext
+from ..watermark.rules import WatermarkRules, choose_watermark
 from .chat import check_chat
 from .constraint import GrammarValidator
 from .fair_threads import CHECKING
@@ -54,6 +55,7 @@ class ServedModel:
     defaults: Mapping[str, float] = field(default_factory=dict)
     grammars: GrammarValidator = field(default_factory=GrammarValidator)
     adapter: LoraAdapter | None = None  # added to the weights
+    watermark: WatermarkRules | None = None  # None: the service has no key for a watermark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +131,8 @@ async def prepare(
     )
     if resume_key is None:
         return prepared
-    weights = f"{model.name} {model.adapter.fingerprint.hex()}" if model.adapter else model.name
-    digest = digest_request(request, prompt, max_tokens, f"{weights} {context.caller.tenant}")
+    salt = f"{_model_digest(model, submit)} {context.caller.tenant}"
+    digest = digest_request(request, prompt, max_tokens, salt)
     prepared = replace(
         prepared,
         resume=ResumeBinding(
@@ -145,6 +147,14 @@ async def prepare(
     if context.event_id or request.resume:
         return resumed(prepared, request.resume, context.event_id or "")
     return prepared
+
+
+def _model_digest(model: ServedModel, submit: worker_pb2.Submit) -> str:
+    """Returns a text that differs if the model's weights or its watermark do."""
+    weights = f"{model.name} {model.adapter.fingerprint.hex()}" if model.adapter else model.name
+    if not submit.HasField("watermark"):
+        return weights
+    return f"{weights} {submit.watermark.SerializeToString(deterministic=True).hex()}"
 
 
 async def check_prompt(prompt: inference_pb2.Prompt, model: ServedModel, turn: str = "") -> None:
@@ -209,14 +219,22 @@ def _submit(
     prompt: list[int],
     max_tokens: int,
 ) -> worker_pb2.Submit:
-    """Returns the message to workers without the fields that take time to check."""
+    """Returns the message to workers without the fields that take time to check.
+
+    Raises InvalidArgument if the request cannot have its watermark.
+    """
     num_choices = num_generated(request)
+    sampling = complete_sampling(request, model.defaults)
+    watermark = None
+    if max_tokens > 0:
+        watermark = choose_watermark(request, sampling.temperature, model.watermark, caller.tenant)
     needs_logprobs = request.HasField("logprobs") or num_choices > num_answers(request)
     return worker_pb2.Submit(
         request_id=_unique_id(request.request_id),
         token_ids=prompt,
         max_tokens=max(max_tokens, 1),
-        sampling=complete_sampling(request, model.defaults),
+        sampling=sampling,
+        watermark=watermark,
         num_choices=num_choices,
         beam_search=complete_beam_search(request),
         ignore_eos=request.stopping.ignore_eos,

@@ -127,7 +127,9 @@ def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None
 def complete_sampling(
     request: inference_pb2.GenerateRequest, defaults: Mapping[str, float]
 ) -> inference_pb2.SamplingParams:
-    """Returns a copy of the checked parameters with every field set, except bad_words.
+    """Returns a copy of the checked parameters with every field set.
+
+    Leaves out bad_words and watermark, which workers get in another form.
 
     A missing seed is drawn at random. `defaults`: the model's, by field; they do not apply to a
     beam search, which samples nothing.
@@ -140,6 +142,7 @@ def complete_sampling(
             if row.field in defaults and not request.sampling.HasField(row.leaf)
         }
     del values["bad_words"]
+    del values["watermark"]
     values["top_k"] = max(values["top_k"], 0)
     if values["seed"] is None:
         values["seed"] = secrets.randbits(64)

@@ -14,6 +14,7 @@ import torch
 from tandem.tests.bench.engine import __main__
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import FAMILIES, STATEFUL, make_tiny_model
+from tandem.tests.watermarks import WATERMARK
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt, recorded_logits
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
@@ -136,6 +137,7 @@ EVERYTHING = SamplingParams(
     frequency_penalty=0.5,
     logit_bias=((3, 2.0),),
     bad_words=((4,), (5, 6)),
+    watermark=WATERMARK,
     stop_ids=(1,),
     min_length=35,
     logprobs=3,

@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2
 from tandem.tests.matrix.nodes import BLOCK_SIZE
+from tandem.tests.watermarks import MESSAGE as WATERMARK
 
 FAULTS: Final = ("kill", "stop", "cut", "drain", "full")
 POINTS: Final = ("queued", "prefill", "pull", "token", "last")
@@ -53,7 +54,7 @@ _BEAM: Final = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopp
 REQUESTS: Final[dict[str, dict[str, Any]]] = {
     "greedy": {},
     "seed": {"sampling": _SEED, "logprobs": 0},
-    "penalties": {"sampling": _PENALTIES, "logprobs": 0},
+    "penalties": {"sampling": _PENALTIES, "watermark": WATERMARK, "logprobs": 0},
     "grammar": {"sampling": _SEED, "grammar": _GRAMMAR, "logprobs": 0},
     "logprobs": {"sampling": _PENALTIES, "logprobs": 3, "prompt_logprobs": 1},
     "choices": {"sampling": _SEED, "num_choices": 4, "logprobs": 0},

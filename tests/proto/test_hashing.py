@@ -2,10 +2,17 @@
 
 import hashlib
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proto.hashing import ReplacedSpan, hash_chain, hash_prompt
+from tandem.proto.hashing import (
+    ReplacedSpan,
+    hash_chain,
+    hash_context,
+    hash_prompt,
+)
 
 BLOCK = 4
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=2 * BLOCK, max_size=6 * BLOCK)
@@ -80,3 +87,19 @@ def test_one_image_of_eight_tokens_is_not_one_of_four_twice() -> None:
     ]
     assert chains[0][0] == chains[1][0]
     assert chains[0][1] != chains[1][1]
+
+
+@pytest.mark.parametrize(
+    ("num_words", "expected"),
+    [(1, "6224939a79f5f593"), (2, "db9bc2577fcc2a3f")],
+)
+def test_contexts_are_hashed_by_siphash(num_words: int, expected: str) -> None:
+    """The vectors of its authors: the bytes 0, 1, 2, ... under the key 0, 1, 2, ..., 15."""
+    words = [
+        int.from_bytes(bytes(range(8 * n, 8 * n + 8)), "little", signed=True)
+        for n in range(num_words)
+    ]
+    rows = [np.array([word, 5], np.int64) for word in words]
+    hashes = hash_context(bytes(range(16)), rows)
+    assert hashes[0].tobytes().hex() == expected
+    assert hashes[0] != hashes[1]

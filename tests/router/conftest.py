@@ -12,6 +12,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.watermarks import RULES
 
 CONTEXT_TOKENS = 512
 
@@ -37,7 +38,9 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def model(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(name="tiny", tokenizer=tokenizer, context_tokens=CONTEXT_TOKENS)
+    return ServedModel(
+        name="tiny", tokenizer=tokenizer, context_tokens=CONTEXT_TOKENS, watermark=RULES
+    )
 
 
 @pytest.fixture

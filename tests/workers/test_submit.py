@@ -8,6 +8,7 @@ import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument
+from tandem.tests.watermarks import MESSAGE, WATERMARK
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, Task, Turn
 from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS, WorkerLimits, parse_submit
@@ -31,6 +32,15 @@ def submit(**fields: Any) -> worker_pb2.Submit:
 
 def parse(worker_limits: WorkerLimits = LIMITS, **fields: Any) -> SequenceSpec:
     return parse_submit(submit(**fields), 9, worker_limits)
+
+
+def marked(**fields: Any) -> worker_pb2.Watermark:
+    """The good watermark, but for the fields given."""
+    changed = worker_pb2.Watermark()
+    changed.CopyFrom(MESSAGE)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def words(count: int, length: int = 1) -> list[inference_pb2.TokenIds]:
@@ -111,6 +121,13 @@ def test_all_that_shapes_a_distribution() -> None:
         prompt_logprobs=20,
         processed_logprobs=True,
     )
+
+
+def test_a_watermark_as_the_engine_takes_it() -> None:
+    spec = parse(watermark=MESSAGE)
+    expected = SamplingParams(temperature=0.5, top_p=0.75, watermark=WATERMARK)
+    assert spec.sampling == expected
+    assert spec.sampling.needs_history
 
 
 def test_what_is_unset_does_nothing() -> None:
@@ -243,6 +260,41 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bad_words", {"bad_words": words(1, 1)}, {"bad_words": words(1, 0)}),
     ("bad_words", {"bad_words": [{"ids": [99]}]}, {"bad_words": [{"ids": [1]}, {"ids": [1, 100]}]}),
     ("bad_words", {"sampling": {}}, {"sampling": {"bad_words": ["text"]}}),
+    *(
+        (
+            f"watermark.{name}",
+            {"watermark": marked(**{name: at})},
+            {"watermark": marked(**{name: past})},
+        )
+        for name, at, past in [
+            ("key", bytes(16), bytes(15)),
+            ("key", bytes(16), bytes(17)),
+            ("gamma", 0.01, 0.0099),
+            ("gamma", 0.99, 0.9901),
+            ("gamma", 0.5, NAN),
+            ("delta", 1e-6, 0),
+            ("delta", 20, 20 * PAST),
+            ("delta", 1, NAN),
+            ("context_width", 1, 0),
+            ("context_width", 8, 9),
+        ]
+    ),
+    (
+        "watermark",
+        {"sampling": {"temperature": 1.1e-5}, "watermark": MESSAGE},
+        {"sampling": {"temperature": 0}, "watermark": MESSAGE},
+    ),
+    (
+        "watermark",
+        {"beam_search": {"width": 2}},
+        {"beam_search": {"width": 2}, "watermark": MESSAGE},
+    ),
+    ("watermark", {"sampling": {}}, {"sampling": {"watermark": True}}),
+    (
+        "watermark",
+        {"logprobs": 1, "watermark": MESSAGE},
+        {"logprobs": 1, "watermark": MESSAGE, "processed_logprobs": True},
+    ),
     (
         "logit_bias",
         {"sampling": {"logit_bias": {99: 1.0}}},

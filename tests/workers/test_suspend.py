@@ -17,6 +17,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, split_fleet
 from tandem.tests.peers import peer_channel
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.watermarks import MESSAGE as WATERMARK
 from tandem.tests.workers.engine.fake import expected_choices, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.tests.workers.test_kv_handle import Workers, started
@@ -175,7 +176,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "ignore_eos": True,
     },
     "grammar": {"sampling": SAMPLED, "grammar": LLMatcher.grammar_from_regex(REGEX)},
-    "choices": {"sampling": SAMPLED, "num_choices": 3, "logprobs": 0, "ignore_eos": True},
+    "choices with a watermark": {
+        "sampling": SAMPLED,
+        "watermark": WATERMARK,
+        "num_choices": 3,
+        "logprobs": 0,
+        "ignore_eos": True,
+    },
     "choices under a grammar": {
         "sampling": SAMPLED,
         "grammar": LLMatcher.grammar_from_regex(REGEX),

@@ -24,6 +24,20 @@ Its id is not known yet. Between these two steps there are only steps without se
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watermark:
+    """Describes a watermark in sampled tokens (Kirchenbauer et al., arXiv 2301.10226).
+
+    A keyed hash of the previous tokens divides the vocabulary into green and other tokens, and
+    `delta` is added to the logits of the green ones.
+    """
+
+    key: bytes = field(repr=False)  # secret, WATERMARK_KEY_BYTES
+    gamma: float  # the share of green tokens
+    delta: float
+    context_width: int  # the number of previous tokens, at least 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Holds the sampling parameters of a sequence.
 
@@ -41,6 +55,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # for tokens of the completion
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and the bias added to their logits
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    watermark: Watermark | None = None
     # Excluded until the sequence has min_length tokens; empty without min_length.
     stop_ids: tuple[int, ...] = ()
     min_length: int = 0
@@ -62,6 +77,7 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or bool(self.bad_words)
             or bool(self.grammar)
+            or self.watermark is not None
         )
 
 
@@ -187,7 +203,8 @@ class StepPlan:
 class SampledLogprobs:
     """Holds float32 log probabilities of a token's position, as natural logarithms.
 
-    They describe the model's own distribution, before temperature, penalties, filters and masks.
+    They describe the model's own distribution, before temperature, penalties, watermark, filters
+    and masks.
     """
 
     logprob: float  # of the token itself

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InvalidArgument, Unavailable
-from ...proto.hashing import adapter_salt
+from ...proto.hashing import WATERMARK_KEY_BYTES, adapter_salt
 from ...proto.limits import (
     FINGERPRINT_BYTES,
     MAX_BAD_WORD_TOKENS,
@@ -19,16 +19,21 @@ from ...proto.limits import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_TENANT_BYTES,
+    MAX_WATERMARK_CONTEXT,
+    MAX_WATERMARK_DELTA,
+    MIN_TEMPERATURE,
+    WATERMARK_GAMMA,
 )
 from ...proto.parameters import (
     ROWS,
     check_count,
     check_message,
     check_token_ids,
+    float32,
     parameters_of,
     value_of,
 )
-from ..engine.plan import FirstTokens, Pooling, SamplingParams
+from ..engine.plan import FirstTokens, Pooling, SamplingParams, Watermark
 from ..engine.sequence import BeamSearch, SequenceSpec, Task, Turn
 from ..transfer.frames import MAX_FIRST_TOKENS, TransferError
 
@@ -178,6 +183,7 @@ def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size:
     _check(beam.width <= most, "beam_search.width", f"must be at most {most}")
     _check(num_best <= beam.width, "num_choices", "must be at most beam_search.width")
     _check(submit.first_choice == 0, "first_choice", "must be 0 with beam_search")
+    _check(not submit.HasField("watermark"), "watermark", "cannot be combined with beam_search")
     has_logprobs = submit.HasField("logprobs") or submit.HasField("prompt_logprobs")
     _check(
         not has_logprobs and not submit.grammar,
@@ -246,8 +252,44 @@ def _parse_parameters(submit: worker_pb2.Submit, vocab_size: int) -> SamplingPar
         "seed": (sampling.seed + submit.first_choice) % 2**64,
         "logit_bias": tuple(sorted(sampling.logit_bias.items())),
         "bad_words": _parse_bad_words(submit.bad_words, sampling, vocab_size),
+        "watermark": _parse_watermark(submit),
     }
     return SamplingParams(**values)
+
+
+def _parse_watermark(submit: worker_pb2.Submit) -> Watermark | None:
+    sampling = submit.sampling
+    _check(not sampling.watermark, "sampling.watermark", "must be unset; set watermark")
+    if not submit.HasField("watermark"):
+        return None
+    given = submit.watermark
+    _check(
+        len(given.key) == WATERMARK_KEY_BYTES,
+        "watermark.key",
+        f"must have {WATERMARK_KEY_BYTES} bytes",
+    )
+    least, most = WATERMARK_GAMMA
+    is_share = float32(least) <= given.gamma <= float32(most)
+    _check(is_share, "watermark.gamma", f"must be from {least} to {most}")
+    _check(
+        0 < given.delta <= MAX_WATERMARK_DELTA,
+        "watermark.delta",
+        f"must be above 0 and at most {MAX_WATERMARK_DELTA:g}",
+    )
+    _check(
+        1 <= given.context_width <= MAX_WATERMARK_CONTEXT,
+        "watermark.context_width",
+        f"must be from 1 to {MAX_WATERMARK_CONTEXT}",
+    )
+    _check(not submit.processed_logprobs, "watermark", "excludes processed_logprobs")
+    temperature = value_of(sampling, ROWS["sampling.temperature"])
+    _check(temperature >= MIN_TEMPERATURE, "watermark", "needs a temperature above 0")
+    return Watermark(
+        key=given.key,
+        gamma=given.gamma,
+        delta=given.delta,
+        context_width=given.context_width,
+    )
 
 
 def _parse_bad_words(

@@ -25,6 +25,7 @@ from ..engine.plan import (
     SequenceStep,
     StatePlan,
     StepPlan,
+    Watermark,
 )
 from ..kv_cache.tables import TableBlocks
 from ..transfer.backend import join_store, listen_store, open_group
@@ -36,9 +37,11 @@ _PLAN_FIELDS: Final = tuple(each.name for each in fields(StepPlan))
 _PLAN: Final = attrgetter(*_PLAN_FIELDS)
 _STEP_FIELDS: Final = tuple(each.name for each in fields(SequenceStep))
 _SAMPLING_FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
+_WATERMARK_FIELDS: Final = tuple(each.name for each in fields(Watermark))
 _VALUES: Final = {
     SequenceStep: attrgetter(*_STEP_FIELDS),
     SamplingParams: attrgetter(*_SAMPLING_FIELDS),
+    Watermark: attrgetter(*_WATERMARK_FIELDS),
     TableBlocks: attrgetter("blocks", "first"),
     StatePlan: attrgetter("source", "targets"),
 }
@@ -278,7 +281,10 @@ def _decode_step(values: tuple[Any, ...]) -> SequenceStep:
         step["state"] = StatePlan(*step["state"])
     step["new_blocks"] = tuple(TableBlocks(*table) for table in step["new_blocks"])
     if step["sampling"] is not None:
-        step["sampling"] = SamplingParams(
-            **dict(zip(_SAMPLING_FIELDS, step["sampling"], strict=True))
-        )
+        sampling = dict(zip(_SAMPLING_FIELDS, step["sampling"], strict=True))
+        if sampling["watermark"] is not None:
+            sampling["watermark"] = Watermark(
+                **dict(zip(_WATERMARK_FIELDS, sampling["watermark"], strict=True))
+            )
+        step["sampling"] = SamplingParams(**sampling)
     return SequenceStep(**step)

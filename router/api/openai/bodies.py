@@ -481,6 +481,13 @@ class DetokenizeBody(OpenModel):
     tokens: Annotated[list[UInt32], Field(max_length=limits.MAX_TOKENS), FailFast()]
 
 
+class DetectWatermarkBody(OpenModel):
+    """Declares the body of POST /v1/watermark/detect."""
+
+    model: str | None = None
+    prompt: str | list[UInt32] = Field(description="A text or token ids.")
+
+
 class LoadLoraAdapterBody(OpenModel):
     """Declares the body of POST /v1/load_lora_adapter."""
 

@@ -56,6 +56,12 @@ _SCHEMAS: Final = {
         token_strs={"type": "array", "items": _STRING},
     ),
     "DetokenizeResponse": _object(prompt=_STRING),
+    "WatermarkEvidence": _object(
+        z={"type": "number"},
+        p={"type": "number", "minimum": 0, "maximum": 1},
+        num_tokens=_INTEGER,
+        num_green=_INTEGER,
+    ),
     "AnthropicError": _object(
         type={"const": "error"}, error=_object(type=_STRING, message=_STRING)
     ),

@@ -160,6 +160,9 @@ class GrpcServer:
                 "Generate": grpc.stream_stream_rpc_method_handler(self._generate, None, _serialize),
                 "Detokenize": self._unary(inference_pb2.DetokenizeRequest, service.detokenize),
                 "Tokenize": self._unary(inference_pb2.TokenizeRequest, service.tokenize),
+                "DetectWatermark": self._unary(
+                    inference_pb2.DetectWatermarkRequest, service.detect_watermark
+                ),
                 "ListModels": self._unary(inference_pb2.ListModelsRequest, service.list_models),
                 "LoadLoraAdapter": self._unary(
                     inference_pb2.LoadLoraAdapterRequest, service.load_adapter

@@ -23,6 +23,7 @@ from ..openai.answers import OPENAI_FORM
 from ..openai.bodies import (
     ChatBody,
     CompletionBody,
+    DetectWatermarkBody,
     DetokenizeBody,
     LoadLoraAdapterBody,
     TokenizeBody,
@@ -38,7 +39,13 @@ from ..openai.embeddings import (
 )
 from ..openai.openapi import READ_ERRORS, Operation, generation, ok
 from ..openai.parsing import json_list, parse
-from ..openai.requests import AnyRequest, parse_chat, parse_completion, parse_tokenize
+from ..openai.requests import (
+    AnyRequest,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+    prompt_messages,
+)
 from ..openai.rerank import RerankBody, make_rerank_request, rerank_form
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
@@ -124,6 +131,24 @@ async def _detokenize(
     request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
     answer = await service.detokenize(request, context.caller, context.deadline)
     return JSONResponse({"prompt": answer.text})
+
+
+async def _detect_watermark(
+    service: GenerationService, body: bytes, _request_id: str, context: RequestContext
+) -> Response:
+    """Tests a text for the watermark."""
+    parsed = await off_loop(context.caller.turn, body, partial(parse, DetectWatermarkBody))
+    (prompt,) = prompt_messages([parsed.prompt])
+    request = inference_pb2.DetectWatermarkRequest(model=parsed.model or "", prompt=prompt)
+    found = await service.detect_watermark(request, context.caller, context.deadline)
+    return JSONResponse(
+        {
+            "z": found.z,
+            "p": found.p,
+            "num_tokens": found.num_tokens,
+            "num_green": found.num_green,
+        }
+    )
 
 
 async def _load_adapter(
@@ -235,6 +260,15 @@ POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
             "Returns the text of token ids.", ok("DetokenizeResponse"), READ_ERRORS, DetokenizeBody
         ),
         _detokenize,
+    ),
+    "/v1/watermark/detect": (
+        Operation(
+            "Tests whether a text has the watermark of this service.",
+            ok("WatermarkEvidence"),
+            READ_ERRORS,
+            DetectWatermarkBody,
+        ),
+        _detect_watermark,
     ),
     "/v1/batches": (
         Operation("Creates a batch.", ok("Batch"), (*READ_ERRORS, 503), BatchBody),

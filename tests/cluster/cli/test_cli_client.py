@@ -117,6 +117,7 @@ def test_every_parameter_is_an_option(service: StubService, tmp_path: Path) -> N
         "0.5",
         "--frequency-penalty",
         "-0.5",
+        "--watermark",
         "--logit-bias",
         "7=-100",
         "--logit-bias",
@@ -160,6 +161,7 @@ def test_every_parameter_is_an_option(service: StubService, tmp_path: Path) -> N
                 frequency_penalty=-0.5,
                 logit_bias={7: -100, 8: 1},
                 bad_words=["worse"],
+                watermark=True,
                 seed=11,
             ),
             stopping=inference_pb2.StoppingParams(

@@ -32,6 +32,9 @@ from tandem.router.client.client import AsyncClient
 from tandem.router.client.types import Choice, Options
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.router.watermark.config import WatermarkConfig
+from tandem.router.watermark.key import write_watermark_key
+from tandem.router.watermark.rules import WatermarkRules
 from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.fleet import is_idle, split_fleet
 from tandem.tests.service import expected_tokens
@@ -57,9 +60,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def watermark_key(folder: Path) -> Path:
+    """The file with a key that belongs to the model in `folder`."""
+    file = folder.parent / "watermark.key"
+    if not file.exists():
+        write_watermark_key(file)
+    return file
+
+
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), max_num_seqs=8, **SMALL) as llm:
+    with LLM(str(folder), max_num_seqs=8, watermark_key=watermark_key(folder), **SMALL) as llm:
         yield llm
 
 
@@ -160,7 +171,12 @@ def test_prompts_of_every_form(llm: LLM) -> None:
 @asynccontextmanager
 async def service_client(folder: Path) -> AsyncIterator[AsyncClient]:
     """A client of a service with a prefill and a decode worker."""
-    served = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2048)
+    served = ServedModel(
+        name="tiny",
+        tokenizer=Tokenizer.load(folder),
+        context_tokens=2048,
+        watermark=WatermarkRules.load(WatermarkConfig(key_file=str(watermark_key(folder)))),
+    )
     async with split_fleet(folder, {"prefill": [1], "decode": [1]}) as fleet:
         server = await ApiServers.start(GenerationService([served], fleet.dispatcher))
         try:
@@ -182,6 +198,7 @@ WAYS: list[Options] = [
         json_schema={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
     ),
     Options(seed=8, choice=["Paris", "Rome"]),
+    Options(seed=9, n=3, watermark=True, logprobs=1),
     Options(max_tokens=0, prompt_logprobs=2),
 ]
 
@@ -215,7 +232,13 @@ def test_guessed_tokens_change_no_answer(llm: LLM, folder: Path, method: str) ->
     config: dict[str, Any] = {"method": method, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     if method == "draft_model":
         config = {"method": method, "model": str(folder), "num_speculative_tokens": 4}
-    with LLM(str(folder), max_num_seqs=8, speculative_config=config, **SMALL) as guessing:
+    with LLM(
+        str(folder),
+        max_num_seqs=8,
+        speculative_config=config,
+        watermark_key=watermark_key(folder),
+        **SMALL,
+    ) as guessing:
         found = guessing.generate([PROMPTS[2]] * len(ways), ways)
         wait_idle(guessing)
         assert guessing._loop.run(guessing._engine.status()).num_accepted_tokens > 0

@@ -49,6 +49,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/score": {"model": "tiny", "text_1": "h", "text_2": "i"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
+    "/v1/watermark/detect": {"prompt": "hi"},
 }
 
 
@@ -378,6 +379,7 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
         ("/tokenize", {"prompt": "twelve bytes"}, 12),
         ("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}, 22),
         ("/detokenize", {"tokens": [104] * 9}, 9),
+        ("/v1/watermark/detect", {"prompt": "twelve bytes"}, 12),
         (
             "/v1/messages/count_tokens",
             {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},

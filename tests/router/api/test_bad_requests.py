@@ -515,6 +515,9 @@ HTTP_CASES: list[Case] = [
     ("/detokenize", b'{"tokens": [-1]}', 400, "tokens[0]", "greater"),
     ("/detokenize", b'{"tokens": "x"}', 400, "tokens", "array"),
     ("/detokenize", b'{"tokens": [1], "model": "nope"}', 404, None, "'nope'"),
+    ("/v1/watermark/detect", b"{}", 400, "prompt", "required"),
+    ("/v1/watermark/detect", b'{"prompt": [258]}', 400, "prompt", "258 tokens"),
+    ("/v1/watermark/detect", b'{"prompt": "x", "model": "nope"}', 404, None, "'nope'"),
 ]
 
 

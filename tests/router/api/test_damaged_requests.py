@@ -78,6 +78,7 @@ BODIES = {
     "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"model": "tiny", "prompt": "hi", "add_special_tokens": True},
     "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
+    "/v1/watermark/detect": {"model": "tiny", "prompt": "a text"},
 }
 
 

@@ -122,6 +122,7 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
     stored = ["/v1/files", "/v1/batches/{name}/cancel"]
     prompts = ["/v1/embeddings", "/score", "/v1/score"]
     prompts += ["/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize"]
+    prompts.append("/v1/watermark/detect")
     assert list(posts) == [TEXT, CHAT, *agents, *prompts, *adapters, *stored]
     for path in (TEXT, CHAT):
         assert {"200", "400", "401", "403", "404", "413", "415", "429", "500", "503", "504"} == set(

@@ -183,7 +183,8 @@ async def test_refused_messages_do_not_wait_for_the_garbage_collector(service: S
             "/v1/embeddings",
             "/score",
         ),
-        *("/tokenize", "/detokenize", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/tokenize", "/detokenize", "/v1/watermark/detect"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     ],
 )
 async def test_a_body_with_millions_of_elements_is_refused_before_it_is_parsed(

@@ -59,6 +59,7 @@ OPTIONS = Options(
     frequency_penalty=-0.5,
     logit_bias={7: -100.0, 9: 1.5},
     bad_words=["worse", "worst"],
+    watermark=True,
     seed=2**64 - 1,
     max_tokens=0,
     min_tokens=1,
@@ -91,6 +92,7 @@ EXPECTED = inference_pb2.GenerateRequest(
         frequency_penalty=-0.5,
         logit_bias={7: -100.0, 9: 1.5},
         bad_words=["worse", "worst"],
+        watermark=True,
         seed=2**64 - 1,
     ),
     stopping=inference_pb2.StoppingParams(

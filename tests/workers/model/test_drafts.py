@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
+from tandem.tests.watermarks import WATERMARK
 from tandem.tests.workers.model.helpers import (
     GREEDY,
     check_close,
@@ -53,6 +54,13 @@ KINDS = [
         top_k=30,
         seed=12,
         logprobs=1,
+    ),
+    SamplingParams(watermark=WATERMARK, seed=13, logprobs=1),
+    SamplingParams(
+        watermark=replace(WATERMARK, context_width=4, delta=4.0),
+        repetition_penalty=1.3,
+        top_p=0.9,
+        seed=14,
     ),
 ]
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.tests.tiny import FAMILIES, ROUTED, STATEFUL, tiny_config
 from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.tests.watermarks import WATERMARK
 from tandem.tests.workers.model.fake_cuda import HostSync, Watch, WrongDevice, fake_cuda, real
 from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
 from tandem.tests.workers.spans import as_table, span
@@ -48,6 +49,7 @@ SAMPLING: Final = {
     "bias": SamplingParams(
         logit_bias=((3, 2.0),), bad_words=((4,), (5, 6)), stop_ids=(1,), min_length=35
     ),
+    "watermark": SamplingParams(watermark=WATERMARK),
     "logprobs": SamplingParams(logprobs=3, prompt_logprobs=2),
     "pooling": SamplingParams(temperature=0.0, pooling="mean"),
 }

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID
+from tandem.tests.watermarks import WATERMARK
 from tandem.tests.workers.model.helpers import (
     GREEDY,
     Driver,
@@ -49,6 +50,7 @@ ALL_KINDS = [
         repetition_penalty=0.8,
         logit_bias=((68, 9.0),),
     ),
+    SamplingParams(watermark=WATERMARK, repetition_penalty=1.2, seed=6, logprobs=1),
 ]
 
 
@@ -184,7 +186,9 @@ def fork(
 
 
 @pytest.mark.parametrize("num_tokens", [37, 48])
-@pytest.mark.parametrize("kind", [ALL_KINDS[1], ALL_KINDS[2], ALL_KINDS[5], ALL_KINDS[6]])
+@pytest.mark.parametrize(
+    "kind", [ALL_KINDS[1], ALL_KINDS[2], ALL_KINDS[5], ALL_KINDS[6], ALL_KINDS[8]]
+)
 def test_choices_of_one_prefill_are_those_of_their_seeds(
     folder: Path, kind: SamplingParams, num_tokens: int
 ) -> None:

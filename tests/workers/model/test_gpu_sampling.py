@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.proto.limits import MIN_TEMPERATURE
+from tandem.tests.watermarks import WATERMARK
 from tandem.tests.workers.model.sampling_frequencies import DEVICE, LEVEL, deviations
 from tandem.tests.workers.model.test_gumbel import logits_row
 from tandem.tests.workers.model.test_processors import expected_scores
@@ -22,7 +24,6 @@ from tandem.workers.model.kernels.triton import elementwise as gpu
 from tandem.workers.model.kernels.triton import sampling
 from tandem.workers.model.sampling.grammar_cache import GrammarCache
 from tandem.workers.model.sampling.gumbel import (
-    MIN_TEMPERATURE,
     Adjustments,
     _keys,
     exponential_noise,
@@ -367,6 +368,7 @@ def test_the_sampler_gives_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatch
         SamplingParams(repetition_penalty=0.1, typical_p=0.95, seed=5),
         SamplingParams(frequency_penalty=0.5, logit_bias=((3, 4.0),), logprobs=2, seed=6),
         SamplingParams(presence_penalty=2.0, bad_words=((4,),), temperature=0.0),
+        SamplingParams(watermark=WATERMARK, presence_penalty=1.0, top_k=20, seed=7),
     ]
     steps = [[step(row, own, 1 + row % 2) for row, own in enumerate(kinds)]]
     for start in range(7, 12):

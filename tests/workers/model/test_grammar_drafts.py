@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID
+from tandem.tests.watermarks import WATERMARK
 from tandem.tests.workers.model.helpers import check_close, load, prompt
 from tandem.workers.engine.config import Budgets, EngineConfig, SpeculativeConfig
 from tandem.workers.engine.engine import Engine
@@ -36,6 +37,7 @@ KINDS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     bad_words=st.sampled_from([(), ((100,), (40, 41))]),
     logprobs=st.sampled_from([None, 1]),
+    watermark=st.sampled_from([None, WATERMARK]),
     seed=st.integers(0, 2**64 - 1),
 )
 

@@ -31,6 +31,7 @@ from tandem.workers.engine.plan import (
     SequenceStep,
     StatePlan,
     StepPlan,
+    Watermark,
 )
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.serve.watchdog import WatchedExecutor
@@ -117,6 +118,12 @@ def test_ranks_agree_and_notice_a_lost_or_silent_one(tmp_path: Path, how: signal
 IDS = st.integers(0, 2**20)
 TOKENS = st.lists(IDS, max_size=5).map(tuple)
 COUNTS = st.none() | st.integers(0, 20)
+WATERMARK_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "key": st.binary(min_size=16, max_size=16),
+    "gamma": st.floats(0.01, 0.99),
+    "delta": st.floats(0.1, 20),
+    "context_width": st.integers(1, 8),
+}
 SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "temperature": st.floats(0, 2),
     "top_k": IDS,
@@ -129,6 +136,7 @@ SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": st.floats(-2, 2),
     "logit_bias": st.lists(st.tuples(IDS, st.floats(-100, 100)), max_size=5).map(tuple),
     "bad_words": st.lists(TOKENS, max_size=5).map(tuple),
+    "watermark": st.none() | st.builds(Watermark, **WATERMARK_FIELDS),
     "stop_ids": TOKENS,
     "min_length": IDS,
     "grammar": st.text(max_size=20),
@@ -174,6 +182,7 @@ PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
 
 def test_the_plans_under_test_set_every_field() -> None:
     assert {field.name for field in fields(SamplingParams)} == set(SAMPLING_FIELDS)
+    assert {field.name for field in fields(Watermark)} == set(WATERMARK_FIELDS)
     assert {field.name for field in fields(SequenceStep)} == {
         *STEP_FIELDS,
         "sampling",

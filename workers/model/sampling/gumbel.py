@@ -12,14 +12,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
+from ....proto.hashing import hash_token_ids
+from ....proto.limits import MIN_TEMPERATURE
 from ...engine.plan import SamplingParams
 from .. import kernels
 from ..device import column, indices, to_device
 from ..kernels.c import cpu
 from .filters import filter_scores, has_filter
-
-# Below it sampling is greedy, because the division would overflow float32.
-MIN_TEMPERATURE: Final = 1e-5
 
 NO_MIN_P: Final = -3e38
 """The logarithm of a min-p that excludes no token."""
@@ -192,19 +191,11 @@ def _unless_invalid(largest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor
 def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Returns float32 exponential variates [num_rows, n] of token ids [1 or num_rows, n].
 
-    Each row has its own key. The hash has 32 bits: two rounds of multiply and xor-shift with the
-    constants of lowbias32, and half of the key before each round. Its lower 31 bits are the uniform
-    variate.
+    Each row has its own key. The lower 31 bits of `hash_token_ids` are the uniform variate.
     """
     words = torch.tensor(keys).to(torch.int32)  # the bits of unsigned 32-bit integers
     first, second = to_device(words, ids.device)[:, :, None].unbind(1)  # [num_rows, 1] each
-    x = ids.to(torch.int32) * (0x9E3779B1 - 2**32) + first
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= 0x7FEB352D
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x += second
-    x *= 0x846CA68B - 2**32
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x = hash_token_ids(ids.to(torch.int32), first, second)
     uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_()
 

@@ -131,11 +131,44 @@ class Penalties(RowPool):
         self.tensors[0].index_put_((rows, tokens), holds.to(torch.int32), accumulate=True)
 
 
-class BadWords(RowPool):
+class LastTokens(RowPool):
+    """Keeps the last tokens of sequences."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        """Keeps `width` tokens of each sequence."""
+        super().__init__(device, (width, torch.int64))
+        self._width = width
+
+    def start(self, sequence_id: int, history: Sequence[int]) -> None:
+        """Adds a sequence, or replaces it. `history` has all its tokens."""
+        (tail,) = self.allocate(sequence_id)
+        known = list(history[-self._width :])
+        tail.copy_(indices([_NO_TOKEN] * (self._width - len(known)) + known, tail.device))
+
+    def read(self, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Returns the last tokens [num_sequences, width], with draft tokens that follow them."""
+        tails = self.tensors[0][self.rows_of(sequence_ids)]
+        for row, draft in enumerate(drafts):
+            if draft:
+                tails[row] = torch.cat((tails[row], indices(draft, self.device)))[-self._width :]
+        return tails
+
+    def append(
+        self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
+    ) -> None:
+        """Appends to each sequence its token of [num_sequences] where `holds` is true."""
+        rows = self.rows_of(sequence_ids)
+        tails = self.tensors[0][rows]
+        self.tensors[0][rows] = torch.where(
+            holds[:, None], torch.cat((tails[:, 1:], tokens[:, None]), dim=1), tails
+        )
+
+
+class BadWords(LastTokens):
     """Bans the last token of a bad word if the preceding tokens are the rest of the word."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, (_WIDTH - 1, torch.int64))  # the last tokens of each sequence
+        super().__init__(_WIDTH - 1, device)
         # [num_words, _WIDTH] by sequence, padded at the front with _ANY_TOKEN.
         self._words: dict[int, torch.Tensor] = {}
 
@@ -143,11 +176,9 @@ class BadWords(RowPool):
         self, sequence_id: int, words: Iterable[Sequence[int]], history: Sequence[int]
     ) -> None:
         """Adds a sequence, or replaces it. Each word has 1 to MAX_BAD_WORD_TOKENS tokens."""
-        (tail,) = self.allocate(sequence_id)
-        known = history[-(_WIDTH - 1) :]
-        tail.copy_(indices([_NO_TOKEN] * (_WIDTH - 1 - len(known)) + list(known), tail.device))
+        self.start(sequence_id, history)
         table = torch.tensor([[_ANY_TOKEN] * (_WIDTH - len(word)) + list(word) for word in words])
-        self._words[sequence_id] = to_device(table, tail.device)
+        self._words[sequence_id] = to_device(table, self.device)
 
     def release(self, sequence_id: int) -> None:
         """Removes a sequence, if it is there."""
@@ -167,21 +198,7 @@ class BadWords(RowPool):
             [np.asarray(rows)[sequence_of], sequence_of], self.device
         )
         table = torch.cat(words)
-        own = self.tensors[0][self.rows_of(sequence_ids)]
-        for row, draft in enumerate(drafts):
-            if draft:
-                own[row] = torch.cat((own[row], indices(draft, self.device)))[-(_WIDTH - 1) :]
-        tails = own[sequence_device]
+        tails = self.read(sequence_ids, drafts)[sequence_device]
         prefixes = table[:, :-1]
         is_next = ((prefixes == tails) | (prefixes == _ANY_TOKEN)).all(-1)
         return row_device.long(), table[:, -1], is_next * BANNED
-
-    def append(
-        self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor
-    ) -> None:
-        """Appends to each sequence its token of [num_sequences] where `holds` is true."""
-        rows = self.rows_of(sequence_ids)
-        tails = self.tensors[0][rows]
-        self.tensors[0][rows] = torch.where(
-            holds[:, None], torch.cat((tails[:, 1:], tokens[:, None]), dim=1), tails
-        )

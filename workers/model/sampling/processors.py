@@ -1,8 +1,9 @@
 """Applies a request's logits processors to raw logits, before temperature and filters.
 
 The order is: logit_bias, bans of bad words and (before min_length) of stop ids; repetition penalty;
-frequency and presence penalty; grammar. So penalties scale a bias, as in transformers, and nothing
-undoes a ban. If all tokens are banned, the sequence can only end: end tokens may be sampled.
+frequency and presence penalty; watermark; grammar. So penalties scale a bias, as in transformers,
+but not a watermark, and nothing undoes a ban. If all tokens are banned, the sequence can only end:
+end tokens may be sampled.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from ..device import copy_to_device, indices, take_rows, to_device
 from .grammar import GrammarMatchers
 from .grammar_cache import GrammarCache
 from .gumbel import Adjustments
-from .penalties import BANNED, LEAST_SCORE, BadWords, Penalties
+from .penalties import BANNED, LEAST_SCORE, BadWords, Penalties, RowPool
+from .watermark import Watermarks
 
 _Additions = tuple[torch.Tensor, torch.Tensor]
 """Token ids, int64 [n], and the additions to their scores, float32 [n]."""
@@ -41,6 +43,7 @@ class LogitsProcessors:
         self._stops: dict[int, tuple[int, _Additions]] = {}
         self._penalties = Penalties(vocab_size, device)
         self._bad_words = BadWords(device)
+        self._watermarks = Watermarks(device)
         self.matchers = GrammarMatchers(grammars, vocab_size)
 
     def __contains__(self, sequence_id: int) -> bool:
@@ -65,6 +68,8 @@ class LogitsProcessors:
             self._penalties.admit(step.sequence_id, params, prompt, completion)
         if params.bad_words:
             self._bad_words.admit(step.sequence_id, params.bad_words, step.history)
+        if params.watermark is not None:
+            self._watermarks.admit(step.sequence_id, params.watermark, step.history)
         if params.grammar:
             self.matchers.admit(
                 step.sequence_id,
@@ -91,7 +96,7 @@ class LogitsProcessors:
         self._typical.discard(sequence_id)
         self._biases.pop(sequence_id, None)
         self._stops.pop(sequence_id, None)
-        for feature in (self._penalties, self._bad_words):
+        for feature in (self._penalties, self._bad_words, self._watermarks):
             feature.release(sequence_id)
 
     def rows(self, steps: Sequence[SequenceStep]) -> list[int]:
@@ -124,6 +129,7 @@ class LogitsProcessors:
             sequence_id in self._biases
             or sequence_id in self._stops
             or sequence_id in self._bad_words
+            or sequence_id in self._watermarks
             or sequence_id in self._typical
             or (is_drafted and sequence_id in self._penalties)
         )
@@ -160,15 +166,18 @@ class LogitsProcessors:
         scores = logits.to(torch.float32, copy=True)
         ids = [step.sequence_id for step in steps]
         self._apply_additions(scores, ids, steps)
-        rows, own = _members(ids, self._penalties)
-        if rows:
-            drafts = [steps[row].draft for row in rows]
-            _replace(scores, rows, self._penalties.apply(take_rows(scores, rows), own, drafts))
+        for feature in (self._penalties, self._watermarks):
+            rows, own = _members(ids, feature)
+            if rows:
+                drafts = [steps[row].draft for row in rows]
+                part = feature.apply(take_rows(scores, rows), own, drafts)
+                scores = _replaced(scores, rows, part)
         rows, own = _members(ids, self.matchers)
         if rows:
             bans = self._unpack(~self.matchers.masks([steps[row] for row in rows]), scores.shape[1])
             # Added, because filling a scattered mask takes ten times as long on a CPU.
-            _replace(scores, rows, take_rows(scores, rows).add_(bans, alpha=BANNED))
+            part = take_rows(scores, rows).add_(bans, alpha=BANNED)
+            scores = _replaced(scores, rows, part)
         # A grammar alone always allows a token.
         if any(each in self._stops or each in self._bad_words for each in ids):
             is_dead = scores.amax(-1, keepdim=True) < LEAST_SCORE
@@ -195,7 +204,7 @@ class LogitsProcessors:
 
         Both tensors are on the device.
         """
-        for feature in (self._penalties, self._bad_words):
+        for feature in (self._penalties, self._bad_words, self._watermarks):
             rows, own = _members(sequence_ids, feature)
             if rows:
                 feature.append(own, take_rows(tokens, rows), take_rows(holds, rows))
@@ -226,19 +235,15 @@ class LogitsProcessors:
             scores.index_put_((rows_device, tokens), values, accumulate=True)
 
 
-def _members(
-    ids: Sequence[int], feature: Penalties | BadWords | GrammarMatchers
-) -> tuple[list[int], list[int]]:
+def _members(ids: Sequence[int], feature: RowPool | GrammarMatchers) -> tuple[list[int], list[int]]:
     """Returns the rows and ids of the sequences that use a feature."""
     rows = [row for row, sequence_id in enumerate(ids) if sequence_id in feature]
     return rows, [ids[row] for row in rows]
 
 
-def _replace(x: torch.Tensor, rows: Sequence[int], part: torch.Tensor) -> None:
-    """Writes `part` to some rows of x."""
-    if part is x:
-        return
+def _replaced(x: torch.Tensor, rows: Sequence[int], part: torch.Tensor) -> torch.Tensor:
+    """Returns x with `part` in some rows; may write to x."""
     if len(rows) == len(x):
-        x.copy_(part)
-    else:
-        x[indices(rows, x.device)] = part
+        return part
+    x[indices(rows, x.device)] = part
+    return x

@@ -465,6 +465,37 @@ def sample(
     return tokens
 
 
+def add_green(
+    scores: torch.Tensor,
+    contexts: torch.Tensor,
+    key: torch.Tensor,
+    threshold: int,
+    delta: float,
+) -> torch.Tensor:
+    """Returns float32 scores [rows, vocab_size]; green tokens have `delta` more than before.
+
+    contexts: int64 [rows, width], contiguous, the tokens before, which choose the green ones. key:
+    int64 [2]. A token is green if the lower 31 bits of its hash are below the threshold.
+    """
+    rows, vocab_size = scores.shape
+    out = torch.empty(rows, vocab_size)
+    call(
+        "add_green",
+        None,
+        rows,
+        scores,
+        scores.stride(0),
+        out,
+        vocab_size,
+        contexts,
+        contexts.shape[1],
+        key,
+        threshold,
+        float(delta),
+    )
+    return out
+
+
 def bind_threads() -> None:
     """Binds the calling thread and its helpers to one core each, if there are as many cores.
 

@@ -1,4 +1,5 @@
-// Samples the next token: the fused form of gumbel.py and of top-k, top-p and min-p in filters.py.
+// Samples the next token: the fused form of gumbel.py and of top-k, top-p and min-p in filters.py. Adds
+// the bias of a watermark: watermark.py.
 
 #include "common.h"
 
@@ -10,7 +11,8 @@ static inline float exponential(float u) {
     return u < 1.0f / 64 ? series : -logf(1 - u);
 }
 
-static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
+// The lower 31 bits of hash_token_ids in proto/hashing.py.
+static inline int32_t hash_id(uint32_t id, uint32_t first, uint32_t second) {
     uint32_t x = id * 0x9E3779B1u + first;
     x ^= x >> 16;
     x *= 0x7FEB352Du;
@@ -18,7 +20,11 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
     x += second;
     x *= 0x846CA68Bu;
     x ^= x >> 16;
-    const float u = ((float)(int32_t)(x & 0x7FFFFFFF) + 0.5f) * 0x1p-31f;
+    return (int32_t)(x & 0x7FFFFFFF);
+}
+
+static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
+    const float u = ((float)hash_id(id, first, second) + 0.5f) * 0x1p-31f;
     return u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
 }
 
@@ -216,3 +222,47 @@ static inline uint32_t bits_f32(float x) {
 
 DEFINE_SAMPLE(float, f32, uint32_t)
 DEFINE_SAMPLE(uint16_t, bf16, uint16_t)
+
+static inline uint64_t rotate_bits(uint64_t x, int count) { return x << count | x >> (64 - count); }
+
+static void sip_rounds(uint64_t *v, int count) {
+    for (int i = 0; i < count; i++) {
+        v[0] += v[1], v[2] += v[3];
+        v[1] = rotate_bits(v[1], 13) ^ v[0], v[3] = rotate_bits(v[3], 16) ^ v[2];
+        v[0] = rotate_bits(v[0], 32) + v[3], v[2] += v[1];
+        v[3] = rotate_bits(v[3], 21) ^ v[0], v[1] = rotate_bits(v[1], 17) ^ v[2];
+        v[2] = rotate_bits(v[2], 32);
+    }
+}
+
+// SipHash-2-4 of 64-bit words; hash_context in proto/hashing.py.
+static uint64_t hash_context(const uint64_t *key, const uint64_t *words, int64_t count) {
+    uint64_t v[4] = {key[0] ^ 0x736F6D6570736575, key[1] ^ 0x646F72616E646F6D, key[0] ^ 0x6C7967656E657261,
+                     key[1] ^ 0x7465646279746573};
+    for (int64_t i = 0; i <= count; i++) {
+        const uint64_t word = i < count ? words[i] : (uint64_t)(8 * count) << 56;
+        v[3] ^= word;
+        sip_rounds(v, 2);
+        v[0] ^= word;
+    }
+    v[2] ^= 0xFF;
+    sip_rounds(v, 4);
+    return v[0] ^ v[1] ^ v[2] ^ v[3];
+}
+
+// Adds delta to the scores of green tokens: scores [rows, vocab] float32, rows `stride` elements apart;
+// out [rows, vocab]; contexts [rows, width] and key [2] int64. A token is green if its hash is below the
+// threshold.
+int64_t add_green(const Arg *a, int64_t rows, int64_t row) {
+    if (row < 0) return rows;
+    const int64_t vocab = a[3].n, width = a[5].n;
+    const float *from = (const float *)a[0].p + row * a[1].n;
+    float *restrict out = (float *)a[2].p + row * vocab;
+    const uint64_t hash = hash_context((const uint64_t *)a[6].p, (const uint64_t *)a[4].p + row * width, width);
+    const uint32_t first = (uint32_t)(hash >> 32), second = (uint32_t)hash;
+    const int32_t threshold = (int32_t)a[7].n;
+    const float delta = (float)a[8].f;
+    for (int64_t i = 0; i < vocab; i++)
+        out[i] = from[i] + (hash_id((uint32_t)i, first, second) < threshold ? delta : 0);
+    return 0;
+}

@@ -1,0 +1,1 @@
+"""`tandem watermark`: the key of watermarks, and the test of texts."""

@@ -1,0 +1,1 @@
+"""Decides which requests are watermarked, and finds the watermark in texts."""
