@@ -19,6 +19,8 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
+    FINISH_REASON_TIME: _ClassVar[FinishReason]
+    FINISH_REASON_REPETITION: _ClassVar[FinishReason]
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
@@ -26,9 +28,11 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
+FINISH_REASON_TIME: FinishReason
+FINISH_REASON_REPETITION: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "sampling", "stopping", "truncate_prompt", "request_id", "n", "best_of", "beam_search", "logprobs", "prompt_logprobs", "echo", "constraint", "priority", "resume", "pooling", "truncate_prompt_tokens", "processed_logprobs")
+    __slots__ = ("model", "prompt", "sampling", "stopping", "truncate_prompt", "request_id", "n", "best_of", "beam_search", "logprobs", "prompt_logprobs", "echo", "constraint", "priority", "resume", "pooling", "truncate_prompt_tokens", "truncation", "processed_logprobs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +50,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
     PROCESSED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: Prompt
@@ -64,8 +69,9 @@ class GenerateRequest(_message.Message):
     resume: _containers.RepeatedCompositeFieldContainer[ResumedChoice]
     pooling: Pooling
     truncate_prompt_tokens: int
+    truncation: str
     processed_logprobs: bool
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., truncate_prompt: _Optional[bool] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., processed_logprobs: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., truncate_prompt: _Optional[bool] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., truncation: _Optional[str] = ..., processed_logprobs: _Optional[bool] = ...) -> None: ...
 
 class ResumedChoice(_message.Message):
     __slots__ = ("resume_token", "token_ids")
@@ -233,21 +239,29 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., watermark: _Optional[bool] = ...) -> None: ...
 
 class StoppingParams(_message.Message):
-    __slots__ = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "min_tokens")
+    __slots__ = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "max_time_ms", "stop_regex", "repetition_stop_ngram", "repetition_stop_count")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    STOP_REGEX_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_STOP_NGRAM_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_STOP_COUNT_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     stop: _containers.RepeatedScalarFieldContainer[str]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     min_tokens: int
-    def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    max_time_ms: int
+    stop_regex: str
+    repetition_stop_ngram: int
+    repetition_stop_count: int
+    def __init__(self, max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., max_time_ms: _Optional[int] = ..., stop_regex: _Optional[str] = ..., repetition_stop_ngram: _Optional[int] = ..., repetition_stop_count: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "first_index", "finish_reason", "usage", "choice", "logprobs", "prompt_logprobs", "tool_calls", "score", "resume_token", "stop_string", "reasoning", "embedding", "cached_tokens")
+    __slots__ = ("request_id", "text", "token_ids", "first_index", "finish_reason", "usage", "choice", "logprobs", "prompt_logprobs", "tool_calls", "score", "resume_token", "stop_string", "reasoning", "embedding", "cached_tokens", "stop_token_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +278,7 @@ class GenerateResponse(_message.Message):
     REASONING_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -280,7 +295,8 @@ class GenerateResponse(_message.Message):
     reasoning: str
     embedding: _containers.RepeatedScalarFieldContainer[float]
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., score: _Optional[float] = ..., resume_token: _Optional[bytes] = ..., stop_string: _Optional[str] = ..., reasoning: _Optional[str] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    stop_token_id: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., score: _Optional[float] = ..., resume_token: _Optional[bytes] = ..., stop_string: _Optional[str] = ..., reasoning: _Optional[str] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token", "top")
@@ -303,16 +319,18 @@ class Logprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[bytes] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "dropped_messages")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    dropped_messages: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., dropped_messages: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("request_id", "tokenize_seconds", "queue_seconds", "dispatch_seconds", "prefill_seconds", "kv_transfer_seconds", "decode_seconds", "end_to_end_seconds", "ttft_seconds", "tpot_seconds", "kv_transfer_bytes", "kv_transfer_active_seconds", "prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "prefill_worker", "decode_worker", "kv_transport", "interruptions", "restore_seconds")

@@ -37,6 +37,7 @@ MAX_ROLE_CHARACTERS: Final = 64
 MAX_REQUEST_ID_CHARACTERS: Final = 128
 MAX_TOKENS: Final = 1_048_576
 MAX_STOP_TOKEN_IDS: Final = 64
+MAX_TIME_MS: Final = 3_600_000  # an hour
 
 MAX_CHOICES: Final = 32
 """Number of completions of one prompt: `n` and `best_of`."""

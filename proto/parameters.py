@@ -153,6 +153,15 @@ PARAMETERS: Final = (
         bounds=(-1, limits.MAX_TOKENS),
     ),
     RequestParameter(
+        "truncation",
+        "string",
+        "`auto` drops the oldest turns of a chat that does not fit the context; `disabled`, the "
+        "default, refuses it.",
+        max_characters=8,
+        completions=(),
+        chat=("truncation",),
+    ),
+    RequestParameter(
         "stopping.max_tokens",
         "int32",
         "Maximum of generated tokens; 0 only with echo or prompt_logprobs. Unset: up to the end of "
@@ -183,6 +192,35 @@ PARAMETERS: Final = (
         flag="--stop-token-id",
     ),
     RequestParameter("stopping.ignore_eos", "bool", "Continues after an end-of-sequence token."),
+    RequestParameter(
+        "stopping.max_time_ms",
+        "uint32",
+        "Ends the answer this many milliseconds after the request's arrival, with the output so "
+        "far; 0 means no limit.",
+        bounds=(0, limits.MAX_TIME_MS),
+        zero_is_unset=True,
+    ),
+    RequestParameter(
+        "stopping.stop_regex",
+        "string",
+        "Ends the text before the first match of this regular expression.",
+        max_characters=1_024,
+    ),
+    RequestParameter(
+        "stopping.repetition_stop_ngram",
+        "uint32",
+        "Ends the completion when its last n-gram of this many tokens has occurred "
+        "repetition_stop_count times in a row; 0 means never.",
+        bounds=(0, 256),
+        zero_is_unset=True,
+    ),
+    RequestParameter(
+        "stopping.repetition_stop_count",
+        "uint32",
+        "Occurrences of the n-gram in a row, at least 2; set with repetition_stop_ngram.",
+        bounds=(0, 1_024),
+        zero_is_unset=True,
+    ),
     RequestParameter(
         "sampling.temperature",
         "float",

@@ -15,6 +15,12 @@ def deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("the request's deadline passed")
 
 
+def earlier(first: float | None, second: float | None) -> float | None:
+    """Returns the earlier of two times; None stands for never."""
+    times = [time for time in (first, second) if time is not None]
+    return min(times, default=None)
+
+
 async def before(deadline: float | None, result: Awaitable[_T]) -> _T:
     """Awaits `result`. Cancels it and raises DeadlineExceeded at `deadline` (time.monotonic())."""
     if deadline is None:

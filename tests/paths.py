@@ -23,6 +23,7 @@ router.api.server.grpc_server:GrpcServer._generate
 router.api.server.grpc_server:GrpcServer._read
 router.api.service:GenerationService.accept < GrpcServer._generate
 router.frontend.prepare:prepare
+router.frontend.prepare:_encode_fitting
 router.frontend.prepare:encode_prompt
 router.frontend.tokenizer:Tokenizer.encode
 router.frontend.tokenizer:Tokenizer._encode

@@ -99,6 +99,8 @@ ARROWS: dict[str, set[str]] = {
         "router.auth": (),
         "router.deadline": (),
         "router.resume": (),
+        "router.stopping": (),
+        "router.turns": (),
         "router.client": (),
         "router.telemetry": (),
         "router.watermark": ("router.auth",),
@@ -107,9 +109,10 @@ ARROWS: dict[str, set[str]] = {
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
         "router.frontend": (
-            "router: auth fair_queue frontend.chat_formats request resume telemetry watermark",
+            "router: auth fair_queue frontend.chat_formats request resume stopping telemetry",
+            "router: turns watermark",
         ),
-        "router.output": ("router: frontend frontend.chat_formats request resume",),
+        "router.output": ("router: frontend frontend.chat_formats request resume stopping",),
         "router.storage": ("router.auth",),
         "router.json_lines": (),
         "router.api": (

@@ -284,7 +284,6 @@ class LLM:
                 completion,
                 None if texts is None else texts[i],
                 request.tokens.submit.token_ids,
-                request.tokens.submit.stop_token_ids,
                 has_logprobs=request.wants_logprobs,
             )
             for i, (request, completion) in enumerate(completed)

@@ -1,6 +1,6 @@
 """Defines the results of `LLM`, in the form of vLLM."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -35,7 +35,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    # The stop string, or the id of the requested stop token.
+    # The stop string, the text matched by stop_regex, or the id of the requested stop token.
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None  # of all tokens, if log probabilities were asked for
     logprobs: list[LogprobsByToken] | None = None  # one for each of token_ids
@@ -44,19 +44,14 @@ class CompletionOutput:
     reasoning: str = ""  # the model's reasoning before its answer in a chat; not in `text`
 
     @classmethod
-    def from_choice(
-        cls, index: int, choice: Choice, stop_ids: Collection[int], *, has_logprobs: bool
-    ) -> Self:
-        stopped = None
-        if choice.token_ids and choice.finish_reason != "length":
-            stopped = choice.token_ids[-1]
+    def from_choice(cls, index: int, choice: Choice, *, has_logprobs: bool) -> Self:
         known = [each.token.logprob or 0.0 for each in choice.logprobs]
         return cls(
             index=index,
             text=choice.text,
             token_ids=list(choice.token_ids),
             finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_string or (stopped if stopped in stop_ids else None),
+            stop_reason=choice.stop_reason,
             cumulative_logprob=sum(known) if has_logprobs else None,
             logprobs=list(map(_by_token, choice.logprobs)) if has_logprobs else None,
             tool_calls=choice.tool_calls,
@@ -85,14 +80,13 @@ class RequestOutput:
         completion: Completion,
         prompt: str | None,
         prompt_token_ids: Sequence[int],
-        stop_ids: Collection[int] = (),
         *,
         has_logprobs: bool,
     ) -> Self:
         """Converts the completion of a client.
 
-        `stop_ids`: requested tokens that end completions. `has_logprobs`: log probabilities of
-        the completions were requested, which a completion without tokens does not show.
+        `has_logprobs`: log probabilities of the completions were requested, which a completion
+        without tokens does not show.
         """
         scores = completion.prompt_logprobs
         return cls(
@@ -100,7 +94,7 @@ class RequestOutput:
             prompt=prompt,
             prompt_token_ids=list(prompt_token_ids),
             outputs=[
-                CompletionOutput.from_choice(index, choice, stop_ids, has_logprobs=has_logprobs)
+                CompletionOutput.from_choice(index, choice, has_logprobs=has_logprobs)
                 for index, choice in enumerate(completion.choices)
             ],
             num_cached_tokens=completion.usage.cached_tokens,

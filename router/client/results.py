@@ -13,6 +13,8 @@ _FINISH_REASONS: Final[dict[int, FinishReason]] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    inference_pb2.FINISH_REASON_TIME: "time",
+    inference_pb2.FINISH_REASON_REPETITION: "repetition",
 }
 
 
@@ -65,6 +67,7 @@ class Collector:
             score=message.score,
             reasoning=message.reasoning,
             stop_string=message.stop_string,
+            stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         )
         self._deltas.setdefault(delta.choice, []).append(delta)
         self._num_repeated -= min(self._num_repeated, len(message.prompt_logprobs))
@@ -108,6 +111,7 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
         score=last.score,
         reasoning="".join(delta.reasoning for delta in deltas),
         stop_string=last.stop_string,
+        stop_token_id=last.stop_token_id,
     )
 
 

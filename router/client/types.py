@@ -19,7 +19,7 @@ ModelInfo = inference_pb2.Model
 WatermarkEvidence = inference_pb2.DetectWatermarkResponse
 """What the test for a watermark has found: `z`, `p`, `num_tokens` and `num_green`."""
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "time", "repetition"]
 Message = Mapping[str, object]
 """A message of a chat: `role` and `content`, and where they apply `name`, `reasoning`, `tool_calls`
 and `tool_call_id`.
@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
     # The number of tokens to keep of the prompt's end; -1: as many as fit the context.
     truncate_prompt_tokens: int
+    truncation: str  # auto: drops the oldest turns of a chat that does not fit the context
 
     n: int  # completions; choice i is sampled like a separate request with seed + i
     best_of: int  # completions to generate; the n likeliest are returned
@@ -87,6 +88,11 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]  # the text ends before the first of these
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    max_time_ms: int  # after the request's arrival; then it ends with the output so far
+    stop_regex: str  # the text ends before its first match
+    # A completion ends when its last n-gram has occurred this number of times in a row.
+    repetition_stop_ngram: int  # tokens of the n-gram
+    repetition_stop_count: int
 
     # Reports the log probability of each generated token and of this number of alternatives;
     # absent: reports no log probabilities.
@@ -147,7 +153,9 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()  # complete calls; their text is not in `text`
     score: float = 0.0  # in the choice's last piece after a beam search
     reasoning: str = ""  # the model's reasoning before its answer in a chat; not in `text`
-    stop_string: str = ""  # in the choice's last piece: the stop string that ended it
+    # In the choice's last piece: the stop string, or the text matched by stop_regex, that ended it.
+    stop_string: str = ""
+    stop_token_id: int | None = None  # in the choice's last piece: of stop_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +169,13 @@ class Choice:
     tool_calls: tuple[ToolCall, ...] = ()
     score: float = 0.0  # of a beam search
     reasoning: str = ""  # the model's reasoning before its answer in a chat; not in `text`
-    stop_string: str = ""  # the stop string that ended it
+    stop_string: str = ""  # the stop string, or the text matched by stop_regex, that ended it
+    stop_token_id: int | None = None  # the one of stop_token_ids that ended it
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Returns vLLM's stop reason: the stop string, the match or the stop token; else None."""
+        return self.stop_string or self.stop_token_id
 
     @property
     def message(self) -> dict[str, object]:

@@ -20,9 +20,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from ...proto import worker_pb2
-from ...proto.errors import Cancelled, InternalError, Overloaded, TandemError, Unavailable
-from ..deadline import before, deadline_passed
+from ...proto import inference_pb2, worker_pb2
+from ...proto.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
+from ..deadline import before, deadline_passed, earlier
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.policy import Placement
@@ -96,6 +103,7 @@ class RequestExecution:
         self._parked: list[Interruption] = []
         self._unsubscribe: Callable[[], object] | None = None
         self._error: Exception | None = None  # for the caller
+        self._time_is_over = False  # that the request may take
         self._output = OutputBuffer()
         self._avoided: dict[str, float] = {}  # worker ids, until when
         # When choices fail that were interrupted since their last token.
@@ -126,21 +134,29 @@ class RequestExecution:
         `wake` is set whenever something has come. The request goes on while the caller is away: it
         ends, and gives back its admission, when its workers have ended it.
         """
-        deadline = self._request.deadline
+        deadline, ends_at = self._request.deadline, self._request.ends_at
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
             if self._poison_guard.blocked_prompts.is_blocked(self._request):
                 raise InternalError(_GIVEN_UP)
-            release = await before(
-                deadline, scope.enter_async_context(admission.permit(self._request))
-            )
+            try:
+                release = await before(
+                    earlier(deadline, ends_at),
+                    scope.enter_async_context(admission.permit(self._request)),
+                )
+            except DeadlineExceeded:
+                if earlier(deadline, ends_at) == deadline:
+                    raise
+                for delta in self._cut(self._first_choices()):
+                    yield delta
+                return
             scope.callback(self.end)
             scope.callback(wake.close)
-            if deadline is not None:  # one timer for a request costs less than one for each token
-                timer = asyncio.get_running_loop().call_later(
-                    deadline - time.monotonic(), self.fail, deadline_passed()
-                )
-                scope.callback(timer.cancel)
+            # One timer for a request costs less than one for each token.
+            if deadline is not None:
+                _call_at(deadline, scope, self.fail, deadline_passed())
+            if ends_at is not None:
+                _call_at(ends_at, scope, self.end_time)
             self.start()
             wake.watch(partial(self._collect_unread, release))
             while True:
@@ -183,16 +199,43 @@ class RequestExecution:
         self._error = error
         self._wake()
 
+    def end_time(self) -> None:
+        """Ends all choices with their output so far, at the next call of `deltas`."""
+        self._time_is_over = True
+        self._wake()
+
+    def _cut(self, choices: Collection[int]) -> list[TokenDelta]:
+        """Ends the request at its workers; returns the last delta of each of these choices."""
+        self.end()
+        self._attempts.clear()
+        return [
+            TokenDelta(
+                first_index=len(self._emitted[choice]),
+                ids=(),
+                finish_reason=inference_pb2.FINISH_REASON_TIME,
+                choice=choice,
+            )
+            for choice in sorted(choices)
+        ]
+
+    def _open_choices(self) -> set[int]:
+        """Returns the choices that run or wait for a worker."""
+        running = {choice for attempt in self._attempts for choice in attempt.choices}
+        parked = {choice for interruption in self._parked for choice in interruption.choices}
+        return (running | parked) - set(self._ended)
+
+    def _first_choices(self) -> list[int]:
+        """Returns the choices to start: all that have not ended elsewhere."""
+        emitted = self._request.emitted or [()] * self._num_choices
+        return [choice for choice, ids in enumerate(emitted) if ids is not None]
+
     def start(self) -> None:
         """Starts the first attempt, or one for each choice if the request began elsewhere.
 
         While no worker can take the request but sessions with workers are broken, which may come
         back within seconds, it is parked. Raises Unavailable if there is no worker.
         """
-        emitted = self._request.emitted
-        choices = (
-            [choice for choice, ids in enumerate(emitted) if ids is not None] if emitted else [None]
-        )
+        choices = self._first_choices() if self._request.emitted else [None]
         if not (waiting := [choice for choice in choices if not self._start(choice)]):
             return
         if not self._registry.has_lost:
@@ -227,6 +270,8 @@ class RequestExecution:
         self._attempts = [attempt for attempt in self._attempts if attempt.choices]
         if self in self._poison_guard:
             self._end_solo_runs()
+        if self._time_is_over:
+            yield from self._cut(self._open_choices())
 
     def end(self) -> None:
         """Lets the workers free all that they hold for the request. Idempotent."""
@@ -499,3 +544,9 @@ class RequestExecution:
         elif not self._parked and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
+
+
+def _call_at(due: float, scope: AsyncExitStack, call: Callable[..., object], *args: object) -> None:
+    """Calls at a time of time.monotonic(), unless `scope` has ended before."""
+    timer = asyncio.get_running_loop().call_later(due - time.monotonic(), call, *args)
+    scope.callback(timer.cancel)

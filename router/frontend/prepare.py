@@ -20,7 +20,9 @@ from ..resume.tokens import (
     ResumeKey,
     digest_request,
 )
+from ..stopping.rules import stop_rules
 from ..telemetry.trace import TraceContext
+from ..turns import droppable_parts, without
 from ..watermark.rules import WatermarkRules, choose_watermark
 from .chat import check_chat
 from .constraint import GrammarValidator
@@ -39,6 +41,7 @@ from .validation import (
 )
 
 _BYTES_PER_TOKEN: Final = 4  # of typical text
+_PATTERN_SIZE: Final = 256  # of a character of stop_regex, beside characters of other texts
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI and vLLM, except for chats
 
 
@@ -94,7 +97,7 @@ async def prepare(
     turn = context.caller.turn
     await check_prompt(request.prompt, model, turn)
     admit()
-    ids = await encode_prompt(request.prompt, tokenizer, context.caller)
+    ids, chat = await _encode_fitting(request, model, context)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
     if not request.prompt.HasField("token_ids"):  # added tokens may lie beyond the embedding
@@ -103,11 +106,14 @@ async def prepare(
     grammar = await _grammar(request, model, context.caller)
     prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
-    stop_tokens = _stop_tokens(request.stopping, tokenizer)
+    stopping = request.stopping
+    stop_tokens = _stop_tokens(stopping, tokenizer)
+    compiling = _PATTERN_SIZE * len(stopping.stop_regex)
+    stops = await CHECKING.run(turn, compiling, stop_rules, stopping, stop_tokens)
     submit = _submit(request, model, context.caller, prompt, max_tokens)
     submit.bad_words.extend(bad_words)
     submit.grammar = grammar
-    submit.stop_token_ids.extend(dict.fromkeys((*request.stopping.stop_token_ids, *stop_tokens)))
+    submit.stop_token_ids.extend(dict.fromkeys((*stopping.stop_token_ids, *stop_tokens)))
     prepared = PreparedRequest(
         request_id=request.request_id or submit.request_id,
         model=model.name,
@@ -117,15 +123,16 @@ async def prepare(
             tenant=context.caller.tenant,
             arrived=context.arrived,
             deadline=context.deadline,
+            ends_at=_ends_at(stopping, context),
         ),
         num_answers=num_answers(request),
         tokenizer=tokenizer,
-        stop=tuple(request.stopping.stop),
-        stop_tokens=stop_tokens,
+        stops=stops,
         wants_logprobs=request.HasField("logprobs"),
         echo=await _echo(request, prompt, tokenizer, turn, is_cut=len(prompt) < len(ids)),
         is_empty=max_tokens == 0,
-        chat=request.prompt.chat if request.prompt.HasField("chat") else None,
+        chat=chat,
+        dropped_messages=len(request.prompt.chat.messages) - len(chat.messages) if chat else 0,
         quota=context.caller.quota,
         trace=context.trace,
     )
@@ -133,14 +140,16 @@ async def prepare(
         return prepared
     salt = f"{_model_digest(model, submit)} {context.caller.tenant}"
     digest = digest_request(request, prompt, max_tokens, salt)
+    policy = resume_policy or ResumePolicy()
     prepared = replace(
         prepared,
         resume=ResumeBinding(
             key=resume_key,
-            policy=resume_policy or ResumePolicy(),
+            policy=policy,
             digest=digest,
             seed=submit.sampling.seed,
             answer=secrets.token_bytes(ANSWER_BYTES),
+            began=policy.milliseconds_at(context.arrived),
         ),
         has_event_ids=context.event_id is not None,
     )
@@ -210,6 +219,36 @@ async def encode_prompt(
         raise
     caller.quota.take_tokens(len(ids))
     return ids
+
+
+async def _encode_fitting(
+    request: inference_pb2.GenerateRequest, model: ServedModel, context: RequestContext
+) -> tuple[list[int], inference_pb2.Chat | None]:
+    """Returns the ids of the checked prompt, and its chat without the turns that do not fit.
+
+    Drops turns only if `truncation` asks for it, and as few as suffice. The caller is charged for
+    the whole chat. Raises as `encode_prompt`.
+    """
+    caller = context.caller
+    ids = await encode_prompt(request.prompt, model.tokenizer, caller)
+    chat = request.prompt.chat if request.prompt.HasField("chat") else None
+    least = 1 if context.reduces_max_tokens else max(request.stopping.max_tokens, 1)
+    room = model.context_tokens - least
+    if chat is None or request.truncation != "auto" or len(ids) <= room:
+        return ids, chat
+    parts = droppable_parts(chat)
+    found = ids, chat
+    low, high = 1, len(parts)
+    while low <= high:  # bisection, because each attempt renders the chat
+        middle = (low + high) // 2
+        shorter = without(chat, parts[:middle])
+        ids = await model.tokenizer.encode_chat(shorter, caller.turn)
+        if len(ids) <= room:
+            found = ids, shorter
+            high = middle - 1
+        else:
+            low = middle + 1
+    return found
 
 
 def _submit(
@@ -295,6 +334,10 @@ def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -
             "stopping.stop_token_ids",
         )
     return found
+
+
+def _ends_at(stopping: inference_pb2.StoppingParams, context: RequestContext) -> float | None:
+    return context.arrived + stopping.max_time_ms / 1000 if stopping.max_time_ms else None
 
 
 async def _encode_bad_words(

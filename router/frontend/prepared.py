@@ -14,6 +14,7 @@ from ..resume.tokens import (
     ResumedAnswer,
     check_resume,
 )
+from ..stopping.rules import StopRules
 from ..telemetry.trace import TraceContext
 from .tokenizer import Tokenizer
 
@@ -27,8 +28,7 @@ class PreparedRequest:
     tokens: TokenRequest
     num_answers: int  # completions that are answered: the best of the generated ones
     tokenizer: Tokenizer
-    stop: tuple[str, ...]
-    stop_tokens: Mapping[int, str]  # stop strings that are special tokens, so never in the text
+    stops: StopRules
     wants_logprobs: bool  # the client does; best_of needs them without that
     echo: str  # the prompt's text, if it is to be repeated
     is_empty: bool  # max_tokens is 0: the one token that is generated is not answered
@@ -37,6 +37,7 @@ class PreparedRequest:
     resume: ResumeBinding | None = None  # of its resume tokens or event ids; None: it has none
     has_event_ids: bool = False  # instead of resume tokens
     begun: ResumedAnswer | None = None  # the client's part, if the request began elsewhere
+    dropped_messages: int = 0  # of the chat, by `truncation`
     trace: TraceContext | None = None
 
     @property
@@ -94,7 +95,10 @@ def resumed(
         tokens = replace(tokens, emitted=tuple(_emitted(each) for each in choices))
         if 0 in begun.progress:  # the first message of choice 0 had them
             submit.ClearField("prompt_logprobs")
-    binding = replace(binding, seed=begun.seed, answer=begun.answer)
+    if tokens.ends_at is not None:  # the time counts from the arrival at the first router
+        spent = max(binding.began - begun.began, 0) / 1000
+        tokens = replace(tokens, ends_at=tokens.ends_at - spent)
+    binding = replace(binding, seed=begun.seed, answer=begun.answer, began=begun.began)
     return replace(prepared, tokens=tokens, resume=binding, begun=begun)
 
 

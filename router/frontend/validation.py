@@ -42,6 +42,8 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
             raise InvalidArgument(
                 "not allowed with a suffix, whose first token would be cut off", name
             )
+    _check_truncation(request)
+    _check_stopping(request)
     if request.echo and request.prompt.HasField("chat"):
         raise InvalidArgument("not allowed with a chat", "echo")
     if request.best_of and request.best_of < num_answers(request):
@@ -64,6 +66,28 @@ def _check_processed_logprobs(request: inference_pb2.GenerateRequest) -> None:
             "probabilities",
             name,
         )
+
+
+def _check_truncation(request: inference_pb2.GenerateRequest) -> None:
+    if request.truncation not in ("", "auto", "disabled"):
+        raise InvalidArgument("must be auto or disabled", "truncation")
+    if request.truncation == "auto" and not request.prompt.HasField("chat"):
+        raise InvalidArgument(
+            "auto drops turns of a chat; for another prompt set truncate_prompt", "truncation"
+        )
+
+
+def _check_stopping(request: inference_pb2.GenerateRequest) -> None:
+    stopping = request.stopping
+    ngram, count = stopping.repetition_stop_ngram, stopping.repetition_stop_count
+    if bool(ngram) != bool(count):
+        missing = "repetition_stop_count" if ngram else "repetition_stop_ngram"
+        raise InvalidArgument(
+            "repetition_stop_ngram and repetition_stop_count must be set together",
+            f"stopping.{missing}",
+        )
+    if count == 1:
+        raise InvalidArgument("must be at least 2", "stopping.repetition_stop_count")
 
 
 def check_request_id(request_id: str) -> None:
@@ -175,8 +199,11 @@ def _check_pooling(request: inference_pb2.GenerateRequest) -> None:
     given += [name for name in ("n", "best_of") if getattr(request, name) > 1]
     if request.echo:
         given.append("echo")
-    if request.stopping.max_tokens:
-        given.append("stopping.max_tokens")
+    given += [
+        f"stopping.{name}"
+        for name in ("max_tokens", "max_time_ms")
+        if getattr(request.stopping, name)
+    ]
     if request.resume:
         given.append("resume")
     if given:
@@ -195,6 +222,11 @@ def _check_beam_search(request: inference_pb2.GenerateRequest) -> None:
     for name in ("constraint", "logprobs", "prompt_logprobs"):
         if request.HasField(name):
             raise InvalidArgument("not allowed with beam_search", name)
+    if request.stopping.max_time_ms:
+        raise InvalidArgument(
+            "not allowed with beam_search, which has no output before its end; set a deadline",
+            "stopping.max_time_ms",
+        )
     if request.n > request.beam_search.width:
         raise InvalidArgument(
             f"must be at most beam_search.width, which is {request.beam_search.width}", "n"

@@ -9,8 +9,9 @@ from ..frontend.prepared import PreparedRequest
 from ..frontend.tokenizer import Tokenizer
 from ..request import TokenDelta
 from ..resume.tokens import ChoiceProgress
+from ..stopping.rules import StopRules
 from .chat_parser import ChatParser
-from .detokenizer import Detokenizer, StopStrings
+from .detokenizer import Detokenizer
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 BROKEN = "the token stream of this request broke"
@@ -38,10 +39,10 @@ class ChoiceOutput:
         self._text = CompletionText(
             request.tokenizer,
             submit.token_ids,
-            request.stop,
-            submit.min_tokens,
+            request.stops,
             shown_ids=frozenset() if self._parser is None else self._parser.shown_ids,
         )
+        self._repetition = request.stops.repetition()
         self._has_tool_calls = False
         self._calls_once = request.chat is not None and request.chat.tool_choice.single_call
 
@@ -79,6 +80,7 @@ class ChoiceOutput:
             choice=self._number,
             score=delta.score,
             stop_string=self._stop_string(ids, reason),
+            stop_token_id=self._stop_token_id(ids, reason),
             embedding=delta.embedding,
         )
         if self._parser is not None:
@@ -93,7 +95,14 @@ class ChoiceOutput:
     def _stop_string(self, ids: Sequence[int], reason: "inference_pb2.FinishReason") -> str:
         if self._text.stop_string or reason != _STOP or not ids:
             return self._text.stop_string
-        return self._request.stop_tokens.get(ids[-1], "")
+        return self._request.stops.special.get(ids[-1], "")
+
+    def _stop_token_id(
+        self, ids: Sequence[int], reason: "inference_pb2.FinishReason"
+    ) -> int | None:
+        """Returns the token that ended the choice, if the client asked for it."""
+        ended = reason == _STOP and not self._text.stop_string and bool(ids)
+        return ids[-1] if ended and ids[-1] in self._request.stops.token_ids else None
 
     def _detokenize(
         self, delta: TokenDelta
@@ -107,6 +116,9 @@ class ChoiceOutput:
         if self._request.is_empty:
             return (), [], inference_pb2.FINISH_REASON_LENGTH
         shown = ids[:-1] if reason == _STOP else ids  # the stop token has no text
+        if self._repetition is not None and (end := self._repetition.push(shown)) is not None:
+            ids = shown = shown[:end]
+            reason = inference_pb2.FINISH_REASON_REPETITION
         texts = []
         num_counted = 0
         for run in [shown] if self._parser is None else [(token,) for token in shown]:
@@ -161,36 +173,35 @@ class ChoiceOutput:
 
 
 class CompletionText:
-    """Makes the text of one completion: detokenized, and cut before the first stop string.
+    """Makes the text of one completion: detokenized, and cut before what stops it.
 
-    The text of the first min_tokens tokens is shown at once; a stop string begins after it.
+    That is a stop string or a match of stop_regex. The text of the first min_tokens tokens is shown
+    at once; a match begins after it.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
-        stops: Sequence[str],
-        min_tokens: int = 0,
+        stops: StopRules,
         shown_ids: Set[int] = frozenset(),
     ) -> None:
         """`shown_ids`: special tokens that have a text here."""
         self._detokenizer = Detokenizer(tokenizer, prompt, shown_ids)
-        self._stops = StopStrings(stops)
-        self._has_stops = bool(stops)
-        self._num_unchecked = min_tokens  # tokens to come in which no stop string is searched
+        self._stops = stops.texts()
+        self._num_unchecked = stops.min_tokens  # tokens to come in which nothing is searched
 
     @property
     def stop_string(self) -> str:
-        """The stop string that was found; "" if none was."""
+        """The stop string or the text matched by stop_regex that was found; "" if none was."""
         return self._stops.found
 
     def push(self, ids: Sequence[int]) -> tuple[str, int, bool]:
-        """Returns the text of the next ids, how many count, and True if a stop string was found.
+        """Returns the text of the next ids, how many count, and True if a match was found.
 
-        The ids up to the end of a stop string count. After a stop string, push no more.
+        The ids up to the end of a match count. After a match, push no more.
         """
-        if not self._has_stops:
+        if self._stops.is_empty:
             return self._detokenizer.push(ids), len(ids), False
         texts = []
         unchecked = ids[: self._num_unchecked]
@@ -206,7 +217,7 @@ class CompletionText:
         return "".join(texts), len(ids), False
 
     def finish(self) -> tuple[str, bool]:
-        """Returns the text that was held back, and True if a stop string ends it."""
+        """Returns the text that was held back, and True if a match ends it."""
         text = self._detokenizer.flush()
         if self._num_unchecked:
             return text, False

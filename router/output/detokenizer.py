@@ -1,7 +1,6 @@
-"""Turns token ids into text while they arrive: whole characters only, cut before stop strings."""
+"""Turns token ids into text while they arrive: whole characters only."""
 
 from collections.abc import Sequence, Set
-from functools import lru_cache
 
 from ..frontend.tokenizer import Tokenizer
 
@@ -88,70 +87,3 @@ class Detokenizer:
             if text and _REPLACEMENT not in text:
                 return context
         return []
-
-
-class StopStrings:
-    """Cuts a text that arrives in pieces before the stop string that is complete first.
-
-    Of two stop strings that end at the same character the longer counts. The result does not
-    depend on how the text is cut into pieces. Costs O(characters x stop strings) by the automaton
-    of Knuth, Morris and Pratt.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: texts of at least one character each."""
-        self.found = ""  # the stop string that was found
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._fallbacks = [_fallbacks(stop) for stop in self._stops]
-        # Of each stop string, the number of characters with which the text ends.
-        self._matched = [0] * len(stops)
-        self._held = ""  # the end of the text that may begin a stop string
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Returns the text that can be shown, and True if a stop string was found.
-
-        After a stop string, push no more.
-        """
-        if not self._stops:
-            return text, False
-        known = len(self._held)
-        text = self._held + text
-        for end in range(known, len(text)):
-            for i, stop in enumerate(self._stops):
-                if self._step(i, text[end]):
-                    self._held, self.found = "", stop
-                    return text[: end + 1 - len(stop)], True
-        cut = len(text) - max(self._matched)
-        self._held = text[cut:]
-        return text[:cut], False
-
-    def flush(self) -> str:
-        """Returns the text that was held back at the end."""
-        held = self._held
-        self._held = ""
-        return held
-
-    def _step(self, i: int, char: str) -> bool:
-        """Returns True if stop string `i` ends with this character; then step it no more."""
-        stop = self._stops[i]
-        matched = self._matched[i]
-        while matched and stop[matched] != char:
-            matched = self._fallbacks[i][matched - 1]
-        self._matched[i] = matched = matched + (stop[matched] == char)
-        return matched == len(stop)
-
-
-@lru_cache(maxsize=64)  # the same for all completions of a body; there may be hundreds
-def _fallbacks(pattern: str) -> tuple[int, ...]:
-    """Returns for each prefix of the pattern the length of its longest border.
-
-    A border is a proper prefix that is also a suffix.
-    """
-    fallbacks = [0] * len(pattern)
-    length = 0
-    for i in range(1, len(pattern)):
-        while length and pattern[i] != pattern[length]:
-            length = fallbacks[length - 1]
-        length += pattern[i] == pattern[length]
-        fallbacks[i] = length
-    return tuple(fallbacks)

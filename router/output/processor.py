@@ -80,6 +80,7 @@ class OutputProcessor:
                     if delta.prompt_logprobs:
                         await self._take_prompt(delta.prompt_logprobs)
                     message = self._choices[delta.choice].push(delta)
+                    self._end_known(message)
                     self._note(delta, message)
                     if not self._waits_for_end(message):
                         yield self._signed(message)
@@ -120,6 +121,17 @@ class OutputProcessor:
             self.finish_reasons.append(message.finish_reason)
             if delta.finish_reason == UNFINISHED:
                 self.ended.add(message.choice)
+
+    def _end_known(self, message: inference_pb2.GenerateResponse) -> None:
+        """Ends a choice where its client has its end, if max_time_ms has ended it there.
+
+        Computed again, it would go on.
+        """
+        mark = self._marks.get(message.choice)
+        if mark is None or not mark.has_ended or message.finish_reason != UNFINISHED:
+            return
+        if self._choices[message.choice].num_tokens >= mark.num_tokens:
+            message.finish_reason = inference_pb2.FINISH_REASON_TIME
 
     def _waits_for_end(self, message: inference_pb2.GenerateResponse) -> bool:
         """Keeps a message that waits for the end of all choices; returns True if it does."""
@@ -164,6 +176,7 @@ class OutputProcessor:
         usage.completion_tokens = num_tokens
         usage.cached_tokens = self._num_cached()
         usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
+        usage.dropped_messages = request.dropped_messages
         return messages
 
     def _best(
@@ -229,7 +242,7 @@ async def split_at(
             finish_reason=UNFINISHED,
             score=0.0,
         )
-        if mark.has_ended:  # by a stop string, after which tokens may come
+        if mark.has_ended:  # by a rule of the router, after which tokens may come
             continue
         yield replace(
             delta,

@@ -33,9 +33,10 @@ MAX_EVENT_ID_CHARACTERS: Final = 4_096
 FIELD: Final = "resume"
 """The event id in errors; HTTP names the header or the field of the body instead."""
 
-_VERSION: Final = 129  # differs from the version of resume tokens, which have the same key
+_VERSION: Final = 130  # differs from the version of resume tokens, which have the same key
 _HASH_BYTES: Final = 4  # enough to notice another answer; the signature keeps clients from forging
-_HEAD: Final = Struct("<B8sQ8sIIB")  # version, request, seed, answer, time, cached tokens, choices
+# Version, request, seed, answer, its begin in milliseconds, time, cached tokens, choices.
+_HEAD: Final = Struct("<B8sQ8sqIIB")
 _CHOICE: Final = Struct(f"<BI{_HASH_BYTES}s")  # number, 2 * tokens + 1 if ended, hash of ids
 _OTHER_ANSWER: Final = "this answer cannot be computed again as it was; send the request without it"
 
@@ -107,6 +108,7 @@ class EventIdSigner:
             binding.digest,
             binding.seed,
             binding.answer,
+            binding.began,
             binding.policy.now(),
             cached_tokens if self._resumed is None else self._resumed.cached_tokens,
             len(marks),
@@ -134,7 +136,7 @@ def check_event_id(event_id: str, binding: ResumeBinding, num_choices: int) -> R
     nothing is left to generate.
     """
     body = _signed_part(event_id, binding.key)
-    version, digest, seed, answer, signed, cached_tokens, num_begun = _HEAD.unpack_from(body)
+    version, digest, seed, answer, began, signed, cached_tokens, num_begun = _HEAD.unpack_from(body)
     binding.check(is_same_version=version == _VERSION, digest=digest, signed=signed, field=FIELD)
     end = _HEAD.size + num_begun * _CHOICE.size
     marks = {}
@@ -143,7 +145,9 @@ def check_event_id(event_id: str, binding: ResumeBinding, num_choices: int) -> R
             num_tokens=state // 2, has_ended=bool(state % 2), digest=ids_digest
         )
     check_unfinished([mark.has_ended for mark in marks.values()], num_choices)
-    resumed = ResumedAnswer(answer=answer, seed=seed, cached_tokens=cached_tokens, marks=marks)
+    resumed = ResumedAnswer(
+        answer=answer, began=began, seed=seed, cached_tokens=cached_tokens, marks=marks
+    )
     packed = body[end:]
     if not packed and resumed.num_tokens:  # the ids were too many
         return resumed

@@ -61,6 +61,10 @@ class ResumePolicy:
         """Returns the time for a token, in seconds."""
         return int(self._wall_clock())
 
+    def milliseconds_at(self, moment: float) -> int:
+        """Returns the time of the wall clock at a moment of time.monotonic()."""
+        return round(1000 * (self._wall_clock() - (time.monotonic() - moment)))
+
     def check_age(self, signed: int, field: str) -> None:
         """Raises InvalidArgument if a token that was signed at that time is too old."""
         if self.now() - signed > self._lifetime:

@@ -20,13 +20,13 @@ from ...proto.errors import InvalidArgument
 from ...proto.hashing import hash_prompt
 from .policy import ResumePolicy
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 # Of hashes under the MAC. A client that forges one only gets the answer to another prompt.
 _DIGEST_BYTES: Final = 8
 MAC_BYTES: Final = 16  # of HMAC-SHA256; RFC 2104 allows half
 ANSWER_BYTES: Final = 8  # random
-# Version, digest of the request, seed, answer, choice.
-_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sB")
+# Version, digest of the request, seed, answer, its begin in milliseconds, choice.
+_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sqB")
 # True if the choice has ended, its tokens, cached tokens of the prompt, the time in seconds.
 _STATE: Final = Struct("<?III")
 _MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # the hash of the ids comes last
@@ -58,6 +58,7 @@ class ResumeBinding:
     digest: bytes  # of the request
     seed: int
     answer: bytes  # a random name of the answer, which it keeps at every router
+    began: int  # when the first router had the request, in milliseconds of ResumePolicy's clock
 
     def check(self, *, is_same_version: bool, digest: bytes, signed: int, field: str) -> None:
         """Raises InvalidArgument for a token of another version or request, or one too old."""
@@ -90,6 +91,7 @@ class ResumedAnswer:
     """Holds an answer that its client has begun to receive."""
 
     answer: bytes  # as in ResumeBinding
+    began: int  # likewise
     seed: int
     cached_tokens: int  # of the prompt, when it was first computed
     # By number, the choices that have begun: in `progress` if their ids are known, else in `marks`.
@@ -110,7 +112,9 @@ class ProgressSigner:
         """`emitted`: the ids that the client has already."""
         self._key = binding.key
         self._now = binding.policy.now
-        self._head = _HEAD.pack(_VERSION, binding.digest, binding.seed, binding.answer, choice)
+        self._head = _HEAD.pack(
+            _VERSION, binding.digest, binding.seed, binding.answer, binding.began, choice
+        )
         self._ids = blake2b(array("I", emitted), digest_size=_DIGEST_BYTES)
         self._num_tokens = len(emitted)
 
@@ -176,7 +180,7 @@ def _check_choice(
     body = binding.key.signed_part(token)
     if body is None or len(token) != _MAC_START + MAC_BYTES:
         raise InvalidArgument("is not a resume token of this service", f"{field}.resume_token")
-    version, digest, seed, answer, choice = _HEAD.unpack_from(body)
+    version, digest, seed, answer, began, choice = _HEAD.unpack_from(body)
     has_ended, num_tokens, cached_tokens, signed = _STATE.unpack_from(body, _HEAD.size)
     binding.check(
         is_same_version=version == _VERSION,
@@ -192,4 +196,6 @@ def _check_choice(
     if blake2b(array("I", ids), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
         raise InvalidArgument("are not the ids that were sent", f"{field}.token_ids")
     progress = {choice: ChoiceProgress(ids=ids, has_ended=has_ended)}
-    return ResumedAnswer(answer=answer, seed=seed, cached_tokens=cached_tokens, progress=progress)
+    return ResumedAnswer(
+        answer=answer, began=began, seed=seed, cached_tokens=cached_tokens, progress=progress
+    )

@@ -42,8 +42,11 @@ PARTS: Final = ("tokenize", "queue", "dispatch", "restore", "prefill", "kv_trans
 _REASONS: Final = {
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    inference_pb2.FINISH_REASON_TIME: "time",
+    inference_pb2.FINISH_REASON_REPETITION: "repetition",
 }
-_FINISHED_LABELS: Final = {"tool_calls": "stop"}  # as in vLLM
+_FINISHED_LABELS: Final = {"tool_calls": "stop", "time": "length", "repetition": "stop"}
+"""By reason, the label of vLLM's metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class EndedRequest:
     timeline: inference_pb2.Timeline
     num_generated: int  # tokens of all choices that this service generated
     longest_choice: int  # most of these tokens in one choice
-    # Of each choice of the answer: stop, length, tool_calls, abort or error.
+    # Of each choice of the answer: stop, length, tool_calls, time, repetition, abort or error.
     finish_reasons: tuple[str, ...]
     error: str = ""  # the gRPC code of the error that ended it; CANCELLED if the client left
     was_refused: bool = False  # before it began; admission counts it

@@ -22,7 +22,7 @@ SAMPLINGS: Final = (
     "logprobs",
     "choices",
     "beam",
-    "stop string",
+    "stop rules",
 )
 LAYOUTS: Final = ("1+1", "2+2", "0+2", "tp 2", "int8")
 OPTIONS: Final = (
@@ -59,7 +59,7 @@ REQUESTS: Final[dict[str, dict[str, Any]]] = {
     "logprobs": {"sampling": _PENALTIES, "logprobs": 3, "prompt_logprobs": 1},
     "choices": {"sampling": _SEED, "num_choices": 4, "logprobs": 0},
     "beam": {"beam_search": _BEAM, "num_choices": 2},
-    "stop string": {"sampling": _SEED, "num_choices": 2, "logprobs": 0},
+    "stop rules": {"sampling": _SEED, "num_choices": 2, "logprobs": 0},
 }
 """What each sampling asks for, beside the prompt and NUM_TOKENS. A grammar holds longer than these.
 """

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,9 @@ from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.capacity import NO_CAPACITY
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.router.stopping.pattern import compile_pattern
+from tandem.router.stopping.rules import StopRules
+from tandem.router.stopping.text import StopTexts
 from tandem.tests.fleet import Unlimited, is_idle
 from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT, REQUESTS
 from tandem.tests.matrix.nodes import Launcher, Node, launched, make_node
@@ -68,6 +71,7 @@ _COMPUTES_AS: Final = {
 """By layout, a simpler one with the same tokens; the other layouts add in other orders."""
 
 IDLE_SECONDS: Final = 20.0
+NO_STOPS: Final[Mapping[int, StopRules]] = {}
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Choice:
     )
     finish: int = 0
     score: float = 0.0
+    text: str = ""  # of a choice with a rule of the router
 
 
 @dataclass
@@ -116,12 +121,13 @@ def make_request(sampling: str, name: str, **fields: Any) -> TokenRequest:
 async def collect(
     dispatcher: Dispatcher,
     request: TokenRequest,
-    stop: tuple[int, ...] = (),
+    stops: Mapping[int, StopRules] = NO_STOPS,
     seen: Callable[[Result], object] = lambda result: None,
 ) -> Result:
-    """Runs a request, checking its indices and ends. Choice 0 ends once it has the tokens `stop`
-    one after the other, as with a stop string.
+    """Runs a request, checking its indices and ends. `stops` are rules of the router by choice, for
+    a text that has one character for each token.
     """
+    searches = {choice: rules.texts() for choice, rules in stops.items()}
     result, ended = Result([Choice() for _ in range(request.submit.num_choices)]), set[int]()
     timeline = inference_pb2.Timeline()
     finished: set[int] = set()
@@ -131,14 +137,16 @@ async def collect(
             assert delta.choice not in finished, "a choice ended twice"
             assert delta.choice not in ended, "a choice goes on that was given up"
             assert delta.first_index == len(choice.ids), "a token is missing or repeated"
+            num_known = len(choice.ids)
             choice.ids += delta.ids
             choice.scores += scores_of(delta.logprobs)
             choice.prompt_scores += scores_of(delta.prompt_logprobs)
             if delta.finish_reason:
                 finished.add(delta.choice)
                 choice.finish, choice.score = delta.finish_reason, delta.score
-            if stop and delta.choice == 0:
-                _stop(choice, stop, ended)
+            if delta.choice in searches:
+                stopped = _stop(choice, num_known, searches[delta.choice])
+                ended |= {delta.choice} if stopped else set()
             seen(result)
     assert finished | ended == set(range(request.submit.num_choices)), "a choice has no end"
     result.attempts = timeline.attempts
@@ -146,14 +154,21 @@ async def collect(
     return result
 
 
-def _stop(choice: Choice, stop: tuple[int, ...], ended: set[int]) -> None:
-    """Cuts a choice off after the tokens `stop`, if it has them."""
-    for end in range(len(stop), len(choice.ids) + 1):
-        if tuple(choice.ids[end - len(stop) : end]) == stop:
+def _stop(choice: Choice, num_known: int, search: StopTexts) -> bool:
+    """Cuts a choice off after its match, if its new tokens complete one."""
+    for end, token in enumerate(choice.ids[num_known:], start=num_known + 1):
+        shown, is_stopped = search.push(_character(token))
+        choice.text += shown
+        if is_stopped:
             del choice.ids[end:], choice.scores[end:]
             choice.finish = inference_pb2.FINISH_REASON_STOP
-            ended.add(0)
-            return
+            return True
+    return False
+
+
+def _character(token: int) -> str:
+    """Returns the character that stands for a token: one that is no sign of a pattern."""
+    return chr(0x4E00 + token)
 
 
 @dataclass(eq=False)
@@ -230,19 +245,19 @@ class Cluster:
             nodes = await self.layout(alike)
             self.show(*nodes)
             result = await self._undisturbed(sampling, num_tokens)
-            if sampling == "stop string":
-                result = await self._undisturbed(sampling, num_tokens, stop_of(result))
+            if sampling == "stop rules":
+                result = await self._undisturbed(sampling, num_tokens, stops_of(result))
             self.expected[key] = result
         return self.expected[key]
 
     async def _undisturbed(
-        self, sampling: str, num_tokens: int, stop: tuple[int, ...] = ()
+        self, sampling: str, num_tokens: int, stops: Mapping[int, StopRules] = NO_STOPS
     ) -> Result:
         """Returns what a request gives without an interruption; a busy machine may cause some."""
         async with asyncio.timeout(IDLE_SECONDS):
             while True:
                 request = make_request(sampling, self.name(), num_tokens=num_tokens)
-                result = await collect(self.dispatcher, request, stop)
+                result = await collect(self.dispatcher, request, stops)
                 if result.attempts == 1:
                     return result
 
@@ -289,12 +304,19 @@ class Cluster:
         await asyncio.gather(*(node.close() for node in self.nodes.values()))
 
 
-def stop_of(result: Result) -> tuple[int, ...]:
-    """Returns two tokens after which choice 0 of the "stop string" request ends, without it about
-    in the middle.
+def stops_of(result: Result) -> dict[int, StopRules]:
+    """Returns the rules of the "stop rules" request: a stop string for choice 0, stop_regex for 1.
+
+    Without a result of the rules, each choice ends about in the middle.
     """
-    ids = result.choices[0].ids
-    return tuple(ids[13:15]) if len(ids) > 15 else tuple(ids[-2:])
+    first, second = (each.ids for each in result.choices)
+    first = first[13:15] if len(first) > 15 else first[-2:]
+    second = second[17:19] if len(second) > 19 else second[-2:]
+    pattern = f"[{_character(second[0])}x]+({_character(second[1])}|xy)"
+    return {
+        0: StopRules(strings=("".join(map(_character, first)),)),
+        1: StopRules(pattern=compile_pattern(pattern)),
+    }
 
 
 @asynccontextmanager

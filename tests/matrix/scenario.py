@@ -12,7 +12,14 @@ from typing import Any, Final
 
 from tandem.router.dispatch.execution import MAX_TRANSFERS_LOST
 from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT_LENGTH, Case
-from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request, stop_of
+from tandem.tests.matrix.cluster import (
+    NO_STOPS,
+    Cluster,
+    Result,
+    collect,
+    make_request,
+    stops_of,
+)
 from tandem.tests.matrix.nodes import Node
 from tandem.tests.peers import peer_channel
 from tandem.tests.workers.raw_session import RawSession, submit
@@ -54,7 +61,7 @@ class Scenario:
     def hold_from(self) -> int:
         """Returns the position at which the holder stops for the point."""
         case, first = self.case, self.expected.choices[0]
-        num_tokens = len(first.ids) if case.sampling == "stop string" else self.num_tokens
+        num_tokens = len(first.ids) if case.sampling == "stop rules" else self.num_tokens
         # Before the block that the worker does not get, nor already has for a draft.
         num_drafts = _DRAFT_TOKENS if "speculative" in self.holder.config else 0
         early = 1 + num_drafts if case.fault == "full" else 0
@@ -69,10 +76,10 @@ class Scenario:
     async def play(self) -> Result:
         """Returns what the client got."""
         request = make_request(self.case.sampling, self.cluster.name(), num_tokens=self.num_tokens)
-        stop = stop_of(self.expected) if self.case.sampling == "stop string" else ()
+        stops = stops_of(self.expected) if self.case.sampling == "stop rules" else NO_STOPS
         async with AsyncExitStack() as stack:
             await self._block(stack)
-            asked = asyncio.create_task(collect(self.cluster.dispatcher, request, stop, self._see))
+            asked = asyncio.create_task(collect(self.cluster.dispatcher, request, stops, self._see))
             stack.callback(asked.cancel)
             await until(lambda: self.entry.control.num_submits >= 2, "the request is submitted")
             self.cluster.show(*self.nodes)

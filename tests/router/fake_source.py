@@ -4,11 +4,11 @@ import asyncio
 import random
 import zlib
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.proto.errors import TandemError
-from tandem.router.deadline import before
+from tandem.proto.errors import DeadlineExceeded, TandemError
+from tandem.router.deadline import before, earlier
 from tandem.router.frontend import tokenizer
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import TokenDelta, TokenRequest
@@ -67,7 +67,16 @@ class FakeTokenSource:
         finished = False
         try:
             for delta in self._deltas(request, ended):
-                await before(request.deadline, self._fail_or_stall(delta.first_index))
+                try:
+                    until = earlier(request.deadline, request.ends_at)
+                    await before(until, self._fail_or_stall(delta.first_index))
+                except DeadlineExceeded:
+                    if until == request.deadline:
+                        raise
+                    yield replace(
+                        delta, ids=(), logprobs=(), finish_reason=inference_pb2.FINISH_REASON_TIME
+                    )
+                    break
                 timeline.completion_tokens += len(delta.ids)
                 yield delta
                 await asyncio.sleep(0)  # lets others run, as a network does

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ..openai.answers import error_response, error_text
+from ..openai.answers import RULES, error_response, error_text
 from ..openai.requests import AnyRequest
 from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds, streaming_form
 
@@ -17,6 +17,9 @@ _STOP_REASONS: Final = {
     inference_pb2.FINISH_REASON_STOP: "end_turn",
     inference_pb2.FINISH_REASON_LENGTH: "max_tokens",
     inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
+    # Anthropic's clients know no other values.
+    inference_pb2.FINISH_REASON_TIME: "max_tokens",
+    inference_pb2.FINISH_REASON_REPETITION: "stop_sequence",
 }
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
@@ -146,7 +149,8 @@ def _stop(message: inference_pb2.GenerateResponse) -> dict[str, Any]:
     reason = _STOP_REASONS[message.finish_reason]
     if reason == "end_turn" and message.stop_string:
         reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": message.stop_string or None}
+    sequence = message.stop_string or RULES.get(message.finish_reason)
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, int]:

@@ -7,6 +7,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from ....proto import limits
 from ..openai.bodies import (
+    STOPPING_NAMES,
     Ignored,
     Int32,
     LastEventId,
@@ -182,7 +183,9 @@ PARAMETER_NAMES: Final = {
     **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k")},
     "max_tokens": "stopping.max_tokens",
     "stop_sequences": "stopping.stop",
+    "truncation": "truncation",
+    **STOPPING_NAMES,
 }
-"""The request parameters of POST /v1/messages."""
+"""The request parameters of POST /v1/messages; some are additions to Anthropic's."""
 
 MessagesBody = with_named_parameters(MessagesFields, "MessagesBody", PARAMETER_NAMES)

@@ -29,10 +29,21 @@ Each alternative counts, and each choice that repeats them.
 _IDS_PER_LOGPROB: Final = 16
 """Number of token ids that are written in the time of one log probability."""
 
-_REASONS = {
-    number: name.removeprefix("FINISH_REASON_").lower() if number else None
-    for name, number in inference_pb2.FinishReason.items()
+_REASONS: Final[Mapping[int, str | None]] = {
+    inference_pb2.FINISH_REASON_UNSPECIFIED: None,
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    # OpenAI's clients know no other values; the stop reason tells them apart.
+    inference_pb2.FINISH_REASON_TIME: "length",
+    inference_pb2.FINISH_REASON_REPETITION: "stop",
 }
+
+RULES: Final[Mapping[int, str]] = {
+    inference_pb2.FINISH_REASON_TIME: "max_time_ms",
+    inference_pb2.FINISH_REASON_REPETITION: "repetition_stop",
+}
+"""Stop reasons of rules that match no text and no token."""
 
 
 class ResponseWriter(StreamWriter):
@@ -47,7 +58,6 @@ class ResponseWriter(StreamWriter):
         options = request.body.stream_options
         self._includes_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
-        self._stop_ids = frozenset(request.common.stopping.stop_token_ids)
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.request_id}",
             "object": "chat.completion" if request.is_chat else "text_completion",
@@ -176,20 +186,12 @@ class ResponseWriter(StreamWriter):
     def _finish(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         """Returns OpenAI's finish reason and vLLM's stop reason.
 
-        The stop reason is the stop string, or the id of the requested stop token; otherwise null.
+        Choices that have not ended have no stop reason.
         """
         reason = _REASONS[message.finish_reason]
         if reason is None:
             return {"finish_reason": None}
-        stop: str | int | None = message.stop_string or None
-        if (
-            stop is None
-            and reason != "length"
-            and message.token_ids
-            and message.token_ids[-1] in self._stop_ids
-        ):
-            stop = message.token_ids[-1]
-        return {"finish_reason": reason, "stop_reason": stop}
+        return {"finish_reason": reason, "stop_reason": stop_reason(message)}
 
     def _tool_calls(
         self, index: int, calls: Sequence[inference_pb2.ToolCall], *, is_delta: bool
@@ -247,6 +249,17 @@ class ResponseWriter(StreamWriter):
         elif self._includes_usage:
             usage = ', "usage": null'  # as OpenAI documents
         return f'{self._chunk_start}"choices": [{choice}]{members}{usage}}}\n\n'.encode()
+
+
+def stop_reason(message: inference_pb2.GenerateResponse) -> str | int | None:
+    """Returns vLLM's stop reason of the last message of a choice.
+
+    It is the stop string, the text that stop_regex matched, the id of the requested stop token, or
+    the name of another rule; otherwise None.
+    """
+    if message.HasField("stop_token_id") and not message.stop_string:
+        return message.stop_token_id
+    return message.stop_string or RULES.get(message.finish_reason)
 
 
 def check_prompt_logprobs(request: AnyRequest, prompt_tokens: int) -> None:
@@ -340,6 +353,8 @@ def _usage(usages: Sequence[inference_pb2.Usage]) -> dict[str, Any]:
     }
     if reasoning_tokens := sum(each.reasoning_tokens for each in usages):
         details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    if dropped := sum(each.dropped_messages for each in usages):
+        details["dropped_messages"] = dropped
     return counts | details
 
 

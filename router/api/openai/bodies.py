@@ -207,6 +207,18 @@ REASONS: Final = {
 }
 """By field of OpenAI or vLLM, the reason why a value is refused, and the remedy."""
 
+STOPPING_NAMES: Final = {
+    name: f"stopping.{name}"
+    for name in (
+        "stop_token_ids",
+        "max_time_ms",
+        "stop_regex",
+        "repetition_stop_ngram",
+        "repetition_stop_count",
+    )
+} | {"truncate_prompt_tokens": "truncate_prompt_tokens"}
+"""Request parameters that the bodies of other APIs have under the same names."""
+
 _GIVEN: Final = core_schema.with_default_schema(
     core_schema.none_schema(), default=True, on_error="default"
 )

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from starlette.responses import JSONResponse
 from typing_extensions import override
@@ -18,6 +18,9 @@ Answers = Sequence[Sequence[inference_pb2.GenerateResponse]]
 """By prompt, one message for each choice; the last has the usage."""
 
 TextKind = Literal["reasoning", "text"]
+
+CUT: Final = (inference_pb2.FINISH_REASON_LENGTH, inference_pb2.FINISH_REASON_TIME)
+"""Finish reasons of an answer that is incomplete."""
 
 
 class StreamWriter(ABC):
@@ -79,7 +82,7 @@ class ItemWriter(StreamWriter):
             yield from self._close_open_item()
             yield from self._add_call(call)
         if message.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED:
-            is_cut = message.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+            is_cut = message.finish_reason in CUT
             yield from self._close_open_item(is_cut=is_cut)
             yield from self._finish(message)
 

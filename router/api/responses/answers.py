@@ -9,9 +9,9 @@ from typing_extensions import override
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ..openai.answers import error_text
+from ..openai.answers import error_text, stop_reason
 from ..openai.requests import ParsedRequest
-from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds
+from ..openai.writers import CUT, Answers, ItemWriter, TextKind, TokenIds
 from .bodies import ResponsesFields
 
 _MAX_EVENTS_PER_TOKEN: Final = 16
@@ -150,12 +150,13 @@ class ResponsesWriter(ItemWriter):
 
     def _response(self, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
         """Returns the finished response; `message` is the last one."""
-        is_cut = message.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        is_cut = message.finish_reason in CUT
         return self._head | {
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
             "usage": _usage(message.usage),
+            "stop_reason": stop_reason(message),
         }
 
 
@@ -186,7 +187,7 @@ def _head(request: ParsedRequest[ResponsesFields], model: str) -> dict[str, Any]
         "text": {"format": {"type": "text"}} | dumped.get("text", {}),
         "tool_choice": dumped.get("tool_choice", "auto"),
         "tools": dumped.get("tools", []),
-        "truncation": "disabled",
+        "truncation": request.common.truncation or "disabled",
         "usage": None,
         "user": body.user,
         "metadata": dumped.get("metadata", {}),
@@ -194,7 +195,8 @@ def _head(request: ParsedRequest[ResponsesFields], model: str) -> dict[str, Any]
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
-    return {
+    dropped = {"dropped_messages": usage.dropped_messages} if usage.dropped_messages else {}
+    return dropped | {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,

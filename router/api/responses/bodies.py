@@ -7,6 +7,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from ....proto import limits
 from ..openai.bodies import (
+    STOPPING_NAMES,
     Ignored,
     Items,
     LastEventId,
@@ -212,7 +213,6 @@ class ResponsesFields(OpenModel):
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, Field(max_length=1)] = (
         Field(None, description="Accepted, without effect: reasoning comes as text.")
     )
-    truncation: Only[Literal["disabled"]] = None
     top_logprobs: Only[Literal[0]] = None
     service_tier: Only[Literal["auto", "default"]] = None
     metadata: Ignored[dict[str, str]] = None
@@ -226,7 +226,10 @@ PARAMETER_NAMES: Final = {
     "temperature": "sampling.temperature",
     "top_p": "sampling.top_p",
     "max_output_tokens": "stopping.max_tokens",
+    "truncation": "truncation",
+    "stop": "stopping.stop",
+    **STOPPING_NAMES,
 }
-"""The request parameters of POST /v1/responses."""
+"""The request parameters of POST /v1/responses; some are additions to OpenAI's."""
 
 ResponsesBody = with_named_parameters(ResponsesFields, "ResponsesBody", PARAMETER_NAMES)

@@ -193,6 +193,8 @@ WAYS: list[Options] = [
     Options(beam_width=3, n=2),
     Options(seed=6, top_k=20, logit_bias={7: 5.0}, presence_penalty=0.5, bad_words=["the"]),
     Options(temperature=0, stop=["e"], logprobs=1, prompt_logprobs=1),
+    Options(seed=9, temperature=1.5, n=2, stop_regex=r"[aeiou][a-z]|\d+ "),
+    Options(temperature=0, logit_bias={7: 100.0}, repetition_stop_ngram=2, repetition_stop_count=3),
     Options(
         seed=7,
         json_schema={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
@@ -222,6 +224,26 @@ async def test_every_way_to_sample_equals_the_service(llm: LLM, folder: Path) ->
                 assert output.prompt_logprobs is not None
                 assert output.prompt_logprobs[0] is None
                 assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_rules_say_why_a_completion_has_ended(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], Options(temperature=0, max_tokens=NUM_TOKENS))[0].outputs[0]
+    common = Options(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    token = whole.token_ids[4]
+    ways: list[Options] = [
+        {**common, "stop_token_ids": [token]},
+        {**common, "logit_bias": {7: 100.0}, "repetition_stop_ngram": 2}
+        | Options(repetition_stop_count=3),
+        {**common, "max_time_ms": 1},
+    ]
+    named, repeated, cut = (
+        output.outputs[0] for output in llm.generate([PROMPTS[0]] * len(ways), ways)
+    )
+    assert (named.finish_reason, named.stop_reason) == ("stop", token)
+    assert (repeated.finish_reason, repeated.token_ids) == ("repetition", [7] * 6)
+    assert cut.finish_reason == "time"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < len(whole.token_ids)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

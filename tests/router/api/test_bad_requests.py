@@ -317,7 +317,7 @@ RESPONSES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("conversation", "", ()),
     ("background", "flag", (True,)),
     ("include", "list", (["message.output_text.logprobs"],)),
-    ("truncation", "text", ("auto",)),
+    ("truncation", "text", ("oldest",)),
     ("metadata", "object", ({"a": 1},)),
 ]
 UNKNOWN = ("temprature", "function", "logits_processors", "mm_processor_kwargs")

@@ -412,6 +412,8 @@ async def test_what_has_stopped_a_choice_is_told(
         ({"stop": ["x", "d"]}, "d"),
         ({"stop": ["<|end|>"], "extra_body": {"ignore_eos": True}}, "<|end|>"),
         ({"extra_body": {"stop_token_ids": [ord("c")]}}, ord("c")),
+        ({"extra_body": {"stop_regex": "[c-e]{2}"}}, "cd"),
+        ({"extra_body": {"repetition_stop_ngram": 1, "repetition_stop_count": 3}}, None),
         ({}, None),
         ({"max_tokens": 2}, None),
     ]

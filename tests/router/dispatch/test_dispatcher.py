@@ -32,6 +32,7 @@ from tandem.tests.workers.engine.fake import (
 )
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
+TIME = inference_pb2.FINISH_REASON_TIME
 
 
 async def deltas_of(
@@ -182,6 +183,31 @@ async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
         assert time.monotonic() - request.deadline < 2.0
         assert len(found) >= reads
         await running.check_idle(timeout=2.0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+async def test_when_its_time_is_over_a_request_ends_with_its_output(seconds: float) -> None:
+    """The workers end it, too: they hold nothing afterwards."""
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.01)) as running:
+        request = token_request(range(30), 1000, ends_at=time.monotonic() + seconds)
+        found = await deltas_of(running, request)
+        assert [delta.finish_reason for delta in found if delta.finish_reason] == [TIME]
+        (ids,) = ids_of(found, 1)
+        assert ids == expected_tokens(range(30), len(ids), VOCAB)
+        await running.check_idle(timeout=2.0)
+
+
+async def test_the_time_of_a_request_that_waits_for_admission() -> None:
+    async with fleet(0, 1) as running:
+        admission = OneAtATime()
+        running.dispatcher = Dispatcher(running.registry, admission, identity=IDENTITY)
+        async with admission._turn:
+            late = token_request(range(20), 4, ends_at=time.monotonic() + 0.05)
+            (delta,) = await deltas_of(running, late)
+            assert (delta.ids, delta.finish_reason) == ((), TIME)
+            both = time.monotonic() + 0.05
+            with pytest.raises(DeadlineExceeded):
+                await deltas_of(running, token_request(range(20), 4, ends_at=both, deadline=both))
 
 
 async def test_a_slow_reader_gets_fewer_and_longer_deltas() -> None:

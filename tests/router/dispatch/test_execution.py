@@ -236,6 +236,46 @@ def test_a_preempted_choice_is_replayed_alone_and_the_others_stay() -> None:
     assert not pools.clients[pools.running[0].worker].cancels()
 
 
+@settings(max_examples=num_examples(100))
+@given(
+    seed=st.integers(0, 2**32),
+    num_choices=st.integers(1, 4),
+    pairs=st.booleans(),
+    faults=st.lists(
+        st.sampled_from(["kill", "transfer", "full", "leave"]), max_size=2, unique=True
+    ),
+    time_left=st.integers(0, 60),
+)
+def test_when_its_time_is_over_each_choice_ends_with_its_tokens_so_far(
+    seed: int, num_choices: int, pairs: bool, faults: list[str], time_left: int
+) -> None:
+    """Also while its choices wait for a worker after a fault; the workers hold nothing."""
+    request = choices_request(num_choices)
+    pools, caller = FakePools(random.Random(seed), pairs), Caller(num_choices)
+    ended: set[int] = set()
+    execution, _ = start(pools, request, ended)
+    for _ in range(time_left):
+        if execution.done:
+            break
+        if faults and pools.chance.random() < 0.15:
+            pools.strike(faults.pop())
+        pools.advance()
+        if pools.chance.random() < 0.5:
+            caller.read(execution)
+    is_cut = not execution.done
+    if is_cut and num_choices > 1 and 0 not in caller.finished:
+        ended.add(0)  # by a rule of the router
+    execution.end_time()
+    caller.read(execution)
+    assert execution.done
+    assert caller.finished | ended == set(range(num_choices))
+    for choice, ids in enumerate(caller.ids):
+        assert ids == completion(request.submit.token_ids, SEED + choice, 30)[: len(ids)]
+    execution.end()
+    assert all(client.num_streams == 0 for client in pools.clients.values())
+    assert not pools.held
+
+
 def beam_outputs(submit: worker_pb2.Submit) -> list[worker_pb2.Output]:
     """The hypotheses of a beam search of two choices."""
     return [

@@ -103,7 +103,7 @@ async def test_given_values_pass_through() -> None:
         -7,
     )
     assert (submit.logprobs, submit.prompt_logprobs, accepted.wants_logprobs) == (4, 5, True)
-    assert accepted.stop == ("a", "b")
+    assert accepted.stops.strings == ("a", "b")
 
 
 async def test_processed_logprobs_need_logprobs_that_no_ranking_uses() -> None:

@@ -23,6 +23,7 @@ from tandem.router.frontend.tools import tool_call_constraint
 from tandem.router.output import tool_parser
 from tandem.router.output.chat_parser import ChatParser
 from tandem.router.output.choice import CompletionText
+from tandem.router.stopping.rules import StopRules
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_tools import accepts, chat, hermes, llama
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -442,9 +443,9 @@ async def test_markup_that_is_special_tokens_reaches_the_parser_alone() -> None:
     )
     ids = await tokenizer.encode(answer, add_special_tokens=False)
     reader = ChatParser(inference_pb2.Chat(), tokenizer, [], is_bound=False)
-    text = CompletionText(tokenizer, [], [], shown_ids=reader.shown_ids)
+    text = CompletionText(tokenizer, [], StopRules(), shown_ids=reader.shown_ids)
     pieces = [text.push([token])[0] for token in ids] + [text.finish()[0]]
     assert "".join(pieces) == answer
     assert read(reader, pieces) == ("Hi.", "Hm.", [])
-    plain = CompletionText(tokenizer, [], [])
+    plain = CompletionText(tokenizer, [], StopRules())
     assert plain.push(ids)[0] + plain.finish()[0] == "analysisHm.assistantfinalHi."

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.output.choice import CompletionText
-from tandem.router.output.detokenizer import Detokenizer, StopStrings, _fallbacks
+from tandem.router.output.detokenizer import Detokenizer
+from tandem.router.stopping.rules import StopRules
 from tandem.tests.examples import num_examples
 from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -147,37 +148,6 @@ def cut_naively(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(found)[1]], True) if found else (text, False)
 
 
-LETTERS = st.text("ab", max_size=30)
-
-
-@given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), CUTS)
-@settings(max_examples=num_examples(400))
-def test_stop_strings_cut_as_in_the_whole_text(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
-    expected, found = cut_naively(text, stops)
-    watcher, shown, stopped = StopStrings(stops), "", False
-    for piece in pieces_of(list(text), cuts):
-        safe, stopped = watcher.push("".join(piece))
-        shown += safe
-        assert expected.startswith(shown)  # nothing of a stop string leaks
-        if stopped:
-            break
-    assert shown + watcher.flush() == expected
-    assert stopped == found
-
-
-def test_held_text_is_the_least_possible() -> None:
-    watcher = StopStrings(["\n\nUser:"])
-    assert watcher.push("Hello\n") == ("Hello", False)
-    assert watcher.push("\nUs") == ("", False)
-    assert watcher.push("a") == ("\n\nUsa", False)
-
-
-def test_text_without_stop_strings_is_not_held() -> None:
-    assert StopStrings([]).push("abc") == ("abc", False)
-
-
 @given(TEXT, st.lists(TEXT.filter(bool), max_size=3), CUTS, st.data())
 @settings(max_examples=num_examples(150))
 def test_completion_text_is_the_cut_text(
@@ -187,7 +157,12 @@ def test_completion_text_is_the_cut_text(
         start = data.draw(st.integers(0, len(text) - 1))
         stops = [*stops, text[start : start + data.draw(st.integers(1, 4))]]
     ids = list(text.encode())
-    completion, shown, used, stopped = CompletionText(BYTES, [], stops), "", 0, False
+    completion, shown, used, stopped = (
+        CompletionText(BYTES, [], StopRules(strings=tuple(stops))),
+        "",
+        0,
+        False,
+    )
     for piece in pieces_of(ids, cuts):
         added, num_tokens, stopped = completion.push(piece)
         shown, used = shown + added, used + num_tokens
@@ -204,18 +179,6 @@ def test_completion_text_is_the_cut_text(
 
 
 def test_stop_string_of_a_replacement_character_at_the_end() -> None:
-    completion = CompletionText(BYTES, [], ["\ufffd"])
+    completion = CompletionText(BYTES, [], StopRules(strings=("\ufffd",)))
     assert completion.push([0x61, 0xE2])[0] == "a"
     assert completion.finish() == ("", True)
-
-
-def test_stop_strings_are_prepared_once_for_all_completions_of_a_body() -> None:
-    """They take 2 ms of the event loop, and a body may ask for 256 completions.
-
-    That would stop all streams for half a second.
-    """
-    stops = [f"{number}{'ab' * 500}" for number in range(16)]
-    before = _fallbacks.cache_info().misses
-    for _ in range(256):
-        assert StopStrings(stops).push("x") == ("x", False)
-    assert _fallbacks.cache_info().misses == before + 16

@@ -73,6 +73,61 @@ async def test_the_text_of_min_tokens_is_not_held(model: ServedModel) -> None:
     assert [m.text for m in messages] == ["E", "N", "E"]
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
+async def test_a_match_of_stop_regex_ends_its_choice_at_the_exact_token(
+    model: ServedModel, tokens_per_delta: int
+) -> None:
+    source = FakeTokenSource(
+        answers=[b"a Step 12. b Step 3: c", b"Step 4", b"x\nStep 5:"],
+        tokens_per_delta=tokens_per_delta,
+    )
+    stopping = {"stop_regex": r"Step \d+:", "stop": ["END"], "max_tokens": 40}
+    message = request(n=3, stopping=stopping)
+    messages = await collect_all(model, source, message)
+    choices = [of_choice(messages, choice) for choice in range(3)]
+    assert [text(each) for each in choices] == ["a Step 12. b ", "Step 4", "x\n"]
+    assert bytes(ids(choices[0])) == b"a Step 12. b Step 3:"
+    assert [each[-1].stop_string for each in choices] == ["Step 3:", "", "Step 5:"]
+    assert [each[-1].finish_reason for each in choices] == [STOP, LENGTH, STOP]
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 4, 100])
+async def test_a_repetition_ends_its_choice_with_its_text(
+    model: ServedModel, tokens_per_delta: int
+) -> None:
+    source = FakeTokenSource(
+        answers=[b"xabababab", b"ababab", [*b"abab", EOS_ID]], tokens_per_delta=tokens_per_delta
+    )
+    stopping = {"repetition_stop_ngram": 2, "repetition_stop_count": 3, "stop": ["abx"]}
+    messages = await collect_all(model, source, request(n=3, stopping=stopping))
+    choices = [of_choice(messages, choice) for choice in range(3)]
+    assert [text(each) for each in choices] == ["xababab", "ababab", "abab"]
+    assert [bytes(ids(each)[:7]) for each in choices[:2]] == [b"xababab", b"ababab"]
+    repetition = inference_pb2.FINISH_REASON_REPETITION
+    assert [each[-1].finish_reason for each in choices] == [repetition, repetition, STOP]
+
+
+async def test_the_rule_that_holds_at_the_earlier_token_counts(model: ServedModel) -> None:
+    stopping = {
+        "repetition_stop_ngram": 1,
+        "repetition_stop_count": 3,
+        "stop_regex": "ab+",
+        "min_tokens": 2,
+    }
+    for answer, expected in ((b"xxxab", "xxx"), (b"xxabbb", "xx"), (b"abxxxx", "abxxx")):
+        source = FakeTokenSource(answer=answer, tokens_per_delta=10)
+        assert text(await collect(model, source, request(stopping=stopping))) == expected
+
+
+async def test_the_requested_stop_token_is_named(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"abc", [*b"d", EOS_ID], b"xy"])
+    message = request(n=3, stopping={"stop_token_ids": [ord("c")], "stop": ["y"]})
+    messages = await collect_all(model, source, message)
+    last = [of_choice(messages, choice)[-1] for choice in range(3)]
+    assert [each.stop_token_id for each in last] == [ord("c"), 0, 0]
+    assert [each.HasField("stop_token_id") for each in last] == [True, False, False]
+
+
 async def test_echo_repeats_the_prompt_before_each_choice(model: ServedModel) -> None:
     source = FakeTokenSource(answers=[b"ab", b"c"])
     messages = await collect_all(model, source, request(prompt={"text": "grüß "}, echo=True, n=2))

@@ -143,6 +143,8 @@ def make_source(
     num_choices=st.integers(1, 3),
     stop=st.lists(st.text("ab ü", min_size=1, max_size=3), max_size=2),
     min_tokens=st.integers(0, 6),
+    stop_regex=st.sampled_from(["", "", "[ab]+ü", "b b|aaa", "(ab )+🦊"]),
+    repetition=st.sampled_from([(0, 0), (0, 0), (1, 3), (3, 2)]),
     logprobs=st.none() | st.integers(0, 2),
     kind=st.sampled_from(["text", "echo", "tools", "best_of", "beam", "one token"]),
     prompt_logprobs=st.booleans(),
@@ -155,6 +157,8 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     num_choices: int,
     stop: list[str],
     min_tokens: int,
+    stop_regex: str,
+    repetition: tuple[int, int],
     logprobs: int | None,
     kind: str,
     prompt_logprobs: bool,
@@ -163,7 +167,14 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     """The client has resume tokens or, over HTTP, event ids with a bounded number of id bytes."""
     fields: Fields = {
         "n": num_choices,
-        "stopping": {"stop": stop, "min_tokens": min_tokens, "max_tokens": 120},
+        "stopping": {
+            "stop": stop,
+            "min_tokens": min_tokens,
+            "max_tokens": 120,
+            "stop_regex": stop_regex,
+            "repetition_stop_ngram": repetition[0],
+            "repetition_stop_count": repetition[1],
+        },
     }
     fields |= {"sampling": {"seed": seed}} if kind != "beam" else {"beam_search": {"width": 4}}
     if kind != "beam":
@@ -377,3 +388,60 @@ def test_a_resumed_request_needs_room_for_what_its_client_has() -> None:
     assert needed_again.prompt_tokens == needed.prompt_tokens + 7
     assert needed_again.kv_tokens == needed.kv_tokens + 7
     assert required_capacity(rest_of(again, 0, again.emitted[0] or ())).prompt_tokens == 2 + 4
+
+
+def test_the_time_of_an_answer_counts_from_its_arrival_at_the_first_router() -> None:
+    """With resume tokens as with event ids; each router has a monotonic clock of its own."""
+    wall = [0.0]
+    policy = ResumePolicy(lifetime=1_000.0, wall_clock=lambda: wall[0])
+    service = GenerationService([MODEL], FakeTokenSource(), resume_key=KEY, resume_policy=policy)
+    message = request(stopping={"max_tokens": 9, "max_time_ms": 1_000_000})
+
+    async def seconds_left(again: inference_pb2.GenerateRequest, event_id: str | None) -> float:
+        arrived = time.monotonic()
+        context = RequestContext(arrived=arrived, event_id=event_id, is_resumable=True)
+        ends_at = (await service.accept(again, context)).tokens.ends_at
+        assert ends_at is not None
+        return ends_at - arrived
+
+    async def first(event_id: str | None) -> tuple[Answers, str]:
+        context = RequestContext(
+            arrived=time.monotonic(), event_id=event_id, is_resumable=event_id is None
+        )
+        prepared = await service.accept(message, context)
+        signer = event_signer(prepared)
+        messages = [each async for each in service.run(prepared, inference_pb2.Timeline())]
+        if signer is None:
+            return messages, ""
+        signer.take(0, messages[0].token_ids, False)
+        return messages, with_id(b"\n", signer.sign(0)).decode()[4:].strip()
+
+    messages, _ = asyncio.run(first(None))
+    _, event = asyncio.run(first(""))
+    assert asyncio.run(seconds_left(message, None)) == pytest.approx(1_000, abs=60)
+    wall[0] = 700.0
+    left = asyncio.run(seconds_left(resumed(message, messages[:3]), None))
+    assert left == pytest.approx(300, abs=60)
+    assert asyncio.run(seconds_left(message, event)) == pytest.approx(300, abs=60)
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 2, 5])
+def test_a_choice_that_its_time_has_ended_is_not_computed_beyond_its_end(
+    tokens_per_delta: int,
+) -> None:
+    """The client of an event id without token ids has all of choice 0 and the begin of choice 1."""
+    message = request(n=2, stopping={"max_tokens": 9, "max_time_ms": 1_000_000})
+    source = FakeTokenSource(answers=[b"abcdef", b"uvwxyz"], tokens_per_delta=tokens_per_delta)
+    service = GenerationService([MODEL], source, resume_key=KEY, resume_policy=ageless())
+    context = RequestContext(arrived=time.monotonic(), event_id="")
+    with patch.object(event_ids, "MAX_ID_BYTES", 0):
+        signer = event_signer(asyncio.run(service.accept(message, context)))
+        assert signer is not None
+        signer.take(0, list(b"abc"), True)
+        signer.take(1, list(b"u"), False)
+        event_id = with_id(b"\n", signer.sign(0)).decode()[4:].strip()
+        rest = [each for each, _ in asyncio.run(answer_after(message, source, event_id))]
+    assert {each.choice for each in rest} == {1}
+    assert "".join(each.text for each in rest) == "vwxyz"
+    assert rest[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+    assert rest[-1].usage.completion_tokens == 3 + 6

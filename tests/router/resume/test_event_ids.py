@@ -5,7 +5,12 @@ from tandem.router.resume.policy import ResumePolicy
 from tandem.router.resume.tokens import ResumeBinding, ResumeKey
 
 BINDING = ResumeBinding(
-    key=ResumeKey(b"k" * 32), policy=ResumePolicy(), digest=b"d" * 8, seed=7, answer=b"a" * 8
+    began=0,
+    key=ResumeKey(b"k" * 32),
+    policy=ResumePolicy(),
+    digest=b"d" * 8,
+    seed=7,
+    answer=b"a" * 8,
 )
 
 

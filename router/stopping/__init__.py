@@ -1,0 +1,1 @@
+"""Decides where a completion stops by its text or its tokens. Knows no tokenizer and no request."""
