@@ -143,6 +143,7 @@ SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "grammar_owner": st.binary(max_size=32),
     "logprobs": COUNTS,
     "prompt_logprobs": COUNTS,
+    "processed_logprobs": st.booleans(),
     "pooling": st.sampled_from([None, "last", "mean"]),
 }
 STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {

@@ -226,7 +226,10 @@ async def test_a_state_leaves_when_the_last_chunk_has_passed_its_layer() -> None
         (16, NUM_TOKENS, 4, (True, True)),
     ):
         sender.progress(1, num_ready, num_ahead, num_layers)
-        for _ in range(50):
+        async with asyncio.timeout(10):
+            while (arrived(0), arrived(1)) != expected:
+                await asyncio.sleep(0)
+        for _ in range(50):  # nothing more comes
             await asyncio.sleep(0)
         assert (arrived(0), arrived(1)) == expected
     assert not fetching.done()
