@@ -111,6 +111,8 @@ async def move(
         await source.send(submit(num_choices=num_choices, **fields))
         while min(len(source.tokens(choice=choice)) for choice in range(num_choices)) < num_tokens:
             await source.until(has_tokens)
+        if any(map(ended, source.outputs())):
+            continue  # a late reader: nothing comes of a choice that has ended
         await source.send(SUSPEND)
         outputs = await source.until(
             lambda output: is_suspended(output) or ended(output), count=num_choices
