@@ -26,7 +26,7 @@ from ..turns import droppable_parts, without
 from ..watermark.rules import WatermarkRules, choose_watermark
 from .chat import check_chat
 from .constraint import GrammarValidator
-from .fair_threads import CHECKING
+from .fair_threads import CHECKING, COMPILING
 from .prepared import PreparedRequest, resumed
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
@@ -41,7 +41,7 @@ from .validation import (
 )
 
 _BYTES_PER_TOKEN: Final = 4  # of typical text
-_PATTERN_SIZE: Final = 256  # of a character of stop_regex, beside characters of other texts
+_PATTERN_MICROSECONDS: Final = 256  # to compile a character of stop_regex, at most
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI and vLLM, except for chats
 
 
@@ -108,8 +108,8 @@ async def prepare(
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stopping = request.stopping
     stop_tokens = _stop_tokens(stopping, tokenizer)
-    compiling = _PATTERN_SIZE * len(stopping.stop_regex)
-    stops = await CHECKING.run(turn, compiling, stop_rules, stopping, stop_tokens)
+    compiling = _PATTERN_MICROSECONDS * len(stopping.stop_regex)
+    stops = await COMPILING.run(turn, compiling, stop_rules, stopping, stop_tokens)
     submit = _submit(request, model, context.caller, prompt, max_tokens)
     submit.bad_words.extend(bad_words)
     submit.grammar = grammar

@@ -79,7 +79,11 @@ class OutputProcessor:
                         raise InternalError(BROKEN)
                     if delta.prompt_logprobs:
                         await self._take_prompt(delta.prompt_logprobs)
-                    message = self._choices[delta.choice].push(delta)
+                    push = self._choices[delta.choice].push
+                    if len(delta.ids) < SCORING.thread_from:
+                        message = push(delta)
+                    else:  # of a client that has not read for a while
+                        message = await SCORING.run("", len(delta.ids), push, delta)
                     self._end_known(message)
                     self._note(delta, message)
                     if not self._waits_for_end(message):

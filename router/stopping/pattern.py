@@ -11,7 +11,6 @@ what they mean there. Refuses anchors, word boundaries, lookarounds and backrefe
 """
 
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
@@ -38,6 +37,8 @@ _ESCAPE: Final = re.compile(
     re.DOTALL,
 )
 _CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+# In classes, `re` warns of these: they may become sets in sets, or operations on sets.
+_SET_OPERATION: Final = re.compile(r"^\[\[|--|&&|~~|\|\|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ class StopPattern:
     last: int  # positions with which a match may end
     successors: list[int]  # by position, the positions that may come next
     accepts: list[Callable[[str], object]]  # by position, the test of a character
+    known: dict[int, int] = field(default_factory=dict)  # some results of `after`
     _by_character: dict[str, int] = field(default_factory=dict)
-    _by_positions: dict[int, int] = field(default_factory=dict)
 
     def positions_of(self, character: str) -> int:
         """Returns the positions that accept a character."""
@@ -71,10 +72,10 @@ class StopPattern:
 
     def after(self, positions: int) -> int:
         """Returns the positions that may follow any of `positions`."""
-        found = self._by_positions.get(positions)
+        found = self.known.get(positions)
         if found is None:
             found = reduce(int.__or__, (self.successors[i] for i in _bits(positions)), 0)
-            _remember(self._by_positions, positions, found)
+            _remember(self.known, positions, found)
         return found
 
 
@@ -191,7 +192,7 @@ class _Builder:
         if character in "^$":
             raise self._wrong(f"has the anchor {character}, which is not supported; leave it out")
         if character == "[":
-            return self._position(self._matched(_CLASS, "has a [ without its ]"))
+            return self._position(self._class())
         if character == "\\":
             return self._position(
                 self._matched(
@@ -218,6 +219,15 @@ class _Builder:
             self._at = start
             raise self._wrong("has a ( without its )")
         return part
+
+    def _class(self) -> str:
+        source = self._matched(_CLASS, "has a [ without its ]")
+        if _SET_OPERATION.search(source):
+            raise self._wrong(
+                "has a class with [[, --, &&, ~~ or ||, which may get another meaning in Python; "
+                "write a \\ before the second character"
+            )
+        return source
 
     def _position(self, source: str) -> _Part:
         """Adds a position that accepts the characters of `source`, a pattern of one character."""
@@ -270,10 +280,8 @@ class _Builder:
 def _character_test(source: str, flags: re.RegexFlag) -> Callable[[str], object]:
     """Returns the test of a pattern of one character. Raises InvalidArgument if it is wrong."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of nested sets, whose meaning may change in Python
-            return re.compile(source, flags).fullmatch
-    except (re.error, FutureWarning, OverflowError, ValueError) as error:
+        return re.compile(source, flags).fullmatch
+    except (re.error, OverflowError, ValueError) as error:
         raise _refused(f"has a wrong class or escape: {error}") from None
 
 

@@ -1,4 +1,5 @@
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,9 @@ from tandem.proto import inference_pb2, limits, worker_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.hashing import hash_tenant
 from tandem.router.auth.authenticator import Caller
+from tandem.router.frontend import prepare as prepare_module
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.stopping.rules import StopRules, stop_rules
 from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
 from tandem.tests.router.fake_source import byte_tokenizer
 
@@ -127,6 +130,22 @@ async def test_best_of_wants_logprobs_for_itself() -> None:
     )
     assert accepted.tokens.submit.HasField("logprobs")
     assert not (await prepared(request(n=2, best_of=2))).HasField("logprobs")
+
+
+async def test_a_pattern_is_compiled_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of 250 characters may take 80 ms."""
+    threads = []
+
+    def compiled(*args: Any) -> StopRules:
+        threads.append(threading.current_thread())
+        return stop_rules(*args)
+
+    monkeypatch.setattr(prepare_module, "stop_rules", compiled)
+    for pattern in ("", "a"):
+        await prepared(request(stopping={"stop_regex": pattern}))
+    assert [each is threading.current_thread() for each in threads] == [True, False]
 
 
 async def test_minus_zero_is_zero() -> None:

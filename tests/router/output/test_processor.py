@@ -1,12 +1,15 @@
 """Tests several completions of one prompt, with echo, log probabilities and tool calls."""
 
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from tandem.proto import inference_pb2
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.output.choice import ChoiceOutput
 from tandem.router.output.processor import OutputProcessor
+from tandem.router.request import TokenDelta
 from tandem.tests.router.api.answers import (
     LENGTH,
     STOP,
@@ -89,6 +92,25 @@ async def test_a_match_of_stop_regex_ends_its_choice_at_the_exact_token(
     assert bytes(ids(choices[0])) == b"a Step 12. b Step 3:"
     assert [each[-1].stop_string for each in choices] == ["Step 3:", "", "Step 5:"]
     assert [each[-1].finish_reason for each in choices] == [STOP, LENGTH, STOP]
+
+
+async def test_many_tokens_at_once_are_searched_outside_the_event_loop(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a client has not read for a while; a pattern may cost 0.1 ms for a character."""
+    push = ChoiceOutput.push
+    threads = []
+
+    def pushed(self: ChoiceOutput, delta: TokenDelta) -> inference_pb2.GenerateResponse:
+        threads.append(threading.current_thread())
+        return push(self, delta)
+
+    monkeypatch.setattr(ChoiceOutput, "push", pushed)
+    for length in (100, 300):
+        source = FakeTokenSource(answer=b"a" * length + b"b" * 99, tokens_per_delta=400)
+        stopping = {"stop_regex": "ab+c|abb", "max_tokens": 400}
+        assert text(await collect(model, source, request(stopping=stopping))) == "a" * (length - 1)
+    assert [each is threading.current_thread() for each in threads] == [True, False]
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 4, 100])

@@ -27,6 +27,7 @@ from tandem.router.stopping.text import StopTexts
         ("a)", "a ) without its ("),
         ("[a", "a [ without its ]"),
         ("[b-a]", "a wrong class or escape"),
+        *((each, "a class with [[, --, &&, ~~ or ||") for each in ("[[:alpha:]]", "x[a-z--b]")),
         ("*a", "a quantifier without anything before it"),
         ("a**", "two quantifiers in a row"),
         ("a{2}{3}", "two quantifiers in a row"),
