@@ -226,15 +226,16 @@ async def _encode_fitting(
 ) -> tuple[list[int], inference_pb2.Chat | None]:
     """Returns the ids of the checked prompt, and its chat without the turns that do not fit.
 
-    Drops turns only if `truncation` asks for it, and as few as suffice. The caller is charged for
-    the whole chat. Raises as `encode_prompt`.
+    Drops turns only if `truncation` asks for it, and as few as suffice, or all that may go if no
+    number does. The caller is charged for the whole chat. Raises as `encode_prompt`.
     """
     caller = context.caller
     ids = await encode_prompt(request.prompt, model.tokenizer, caller)
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
-    least = 1 if context.reduces_max_tokens else max(request.stopping.max_tokens, 1)
-    room = model.context_tokens - least
-    if chat is None or request.truncation != "auto" or len(ids) <= room:
+    if chat is None or request.truncation != "auto":
+        return ids, chat
+    room = model.context_tokens - _reserved(request, model, reduces=context.reduces_max_tokens)
+    if len(ids) <= room:
         return ids, chat
     parts = droppable_parts(chat)
     found = ids, chat
@@ -243,12 +244,25 @@ async def _encode_fitting(
         middle = (low + high) // 2
         shorter = without(chat, parts[:middle])
         ids = await model.tokenizer.encode_chat(shorter, caller.turn)
-        if len(ids) <= room:
+        if len(ids) <= room or middle == len(parts):
             found = ids, shorter
             high = middle - 1
         else:
             low = middle + 1
     return found
+
+
+def _reserved(request: inference_pb2.GenerateRequest, model: ServedModel, *, reduces: bool) -> int:
+    """Returns the tokens that `truncation` leaves for the answer.
+
+    These are max_tokens. If `_fit_context` may reduce it, or it is unset, a quarter of the context
+    is enough.
+    """
+    quarter = model.context_tokens // 4
+    if not request.stopping.HasField("max_tokens"):
+        return max(quarter, 1)
+    max_tokens = request.stopping.max_tokens
+    return max(min(max_tokens, quarter) if reduces else max_tokens, 1)
 
 
 def _submit(

@@ -154,7 +154,10 @@ def _stop(message: inference_pb2.GenerateResponse) -> dict[str, Any]:
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
-    return _counts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    counts = _counts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    if usage.dropped_messages:
+        counts["dropped_messages"] = usage.dropped_messages
+    return counts
 
 
 def _counts(prompt: int, cached: int, completion: int) -> dict[str, int]:

@@ -198,6 +198,13 @@ async def test_the_oldest_turns_are_dropped_until_the_rest_fits(
     assert prompt(service) == kept
     assert made.usage is not None
     assert (made.truncation, made.usage.to_dict()["dropped_messages"]) == ("auto", 4)
+    asked: Any = {"messages": LONG[1:], "system": LONG[0]["content"], "extra_body": auto}
+    message = await anthropic_client.messages.create(model="tiny", max_tokens=20, **asked)
+    assert prompt(service) == kept
+    assert message.usage.to_dict()["dropped_messages"] == 4
+    async with anthropic_client.messages.stream(model="tiny", max_tokens=20, **asked) as events:
+        usages = [each.usage.to_dict() async for each in events if each.type == "message_delta"]
+    assert [each["dropped_messages"] for each in usages] == [4]
     short = await client.chat.completions.create(
         model="tiny", messages=ASK, max_tokens=20, extra_body=auto
     )
@@ -209,6 +216,32 @@ async def test_the_oldest_turns_are_dropped_until_the_rest_fits(
         huge = [{"role": "user", "content": "x" * 600}]
         with pytest.raises(InvalidArgument, match="do not fit the context"):
             await grpc_client.chat(huge, max_tokens=20, truncation="auto")
+
+
+@pytest.mark.parametrize("max_tokens", [None, CONTEXT_TOKENS - 1])
+async def test_turns_are_dropped_for_an_answer_of_a_quarter_of_the_context(
+    service: Service, client: openai.AsyncOpenAI, max_tokens: int | None
+) -> None:
+    """Agents ask for more than the context has left, and an answer of a token is of no use."""
+    service.source.answer = b"ok"
+
+    async def num_dropped(messages: Any) -> object:
+        said = await client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=max_tokens,
+            extra_body={"truncation": "auto"},
+        )
+        assert said.usage is not None
+        return said.usage.to_dict().get("dropped_messages")
+
+    assert await num_dropped(LONG) == 6
+    assert len(prompt(service)) <= CONTEXT_TOKENS * 3 // 4
+    if max_tokens is None:
+        async with AsyncClient(service.grpc) as grpc_client:
+            assert (await grpc_client.chat(LONG, truncation="auto")).usage.dropped_messages == 6
+    # The last turn leaves less than a quarter, whatever goes.
+    assert await num_dropped([*LONG[:-1], {"role": "user", "content": "x" * 400}]) == 8
 
 
 async def test_the_end_of_a_prompt_is_kept_in_each_api(
