@@ -19,7 +19,7 @@ from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..adapters import AdapterAdmin, AdapterRegistry
 from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
-from ..frontend.fair_threads import CHECKING, COPYING
+from ..frontend.fair_threads import COPYING
 from ..frontend.prepare import RequestContext, ServedModel, check_prompt, encode_prompt, prepare
 from ..frontend.prepared import PreparedRequest
 from ..output.processor import OutputProcessor
@@ -248,7 +248,7 @@ class GenerationService:
             raise InvalidArgument("must be a text or token ids", "prompt")
         encoding = inference_pb2.TokenizeRequest(model=request.model, prompt=request.prompt)
         ids = await self.encode(encoding, caller, deadline, add_special_tokens=False)
-        found = await CHECKING.run(caller.turn, len(ids), rules.detect, ids)
+        found = await COPYING.run(caller.turn, len(ids), rules.detect, ids)
         return inference_pb2.DetectWatermarkResponse(
             z=found.z, p=found.p, num_tokens=found.num_tokens, num_green=found.num_green
         )

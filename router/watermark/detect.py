@@ -54,17 +54,20 @@ def find_evidence(ids: Sequence[int], key: bytes, gamma: float, context_width: i
     if len(rows) <= context_width:
         return Evidence(num_tokens=0, num_green=0, gamma=gamma)
     windows = np.lib.stride_tricks.sliding_window_view(rows, context_width + 1)
-    pairs = np.unique(windows, axis=0)  # [num_tokens, context_width + 1]
-    hashes = hash_context(key, [pairs[:, column] for column in range(context_width)])
+    columns = list(windows.T)  # the words of each context, then the tokens
+    # Hashes of 64 bits tell pairs apart. A sort of the pairs would hold the interpreter's lock.
+    _, places = np.unique(hash_context(key, columns), return_index=True)
+    *context, tokens = [column[places] for column in columns]
+    hashes = hash_context(key, context)
     bits = green_bits(
         hash_token_ids(
-            pairs[:, -1].astype(np.int32),
+            tokens.astype(np.int32),
             (hashes >> 32).astype(np.int32),
             hashes.astype(np.int32),
         )
     )
     num_green = int((bits < green_threshold(gamma)).sum())
-    return Evidence(num_tokens=len(pairs), num_green=num_green, gamma=gamma)
+    return Evidence(num_tokens=len(tokens), num_green=num_green, gamma=gamma)
 
 
 def _tail(least: int, count: int, probability: float) -> float:
@@ -86,6 +89,6 @@ def _tail(least: int, count: int, probability: float) -> float:
     for successes in range(least, count):
         term *= (count - successes) / (successes + 1) * odds
         total += term
-        if term < total * _NEGLIGIBLE:
+        if term <= total * _NEGLIGIBLE:  # also if all terms are 0
             break
     return total
