@@ -46,6 +46,9 @@ MAX_BEAM_WIDTH: Final = 16
 MAX_LOGPROBS: Final = 20
 """Number of alternatives that are reported for one token."""
 
+MIN_LOGPROB: Final = -9_999.0
+"""OpenAI's value in JSON, which has no infinity, for tokens that are never drawn."""
+
 MIN_TEMPERATURE: Final = 1e-5
 """Below it sampling is greedy, because the division would overflow float32."""
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ...proto import inference_pb2
 from ...proto.errors import TandemError
+from ...proto.limits import MIN_LOGPROB
 from ...router.client.client import Stream
 from ...router.client.types import Choice, Completion, Logprob, Timeline, TokenLogprobs
 from ...router.telemetry.requests import PARTS
@@ -92,7 +93,8 @@ def _token_json(token: TokenLogprobs) -> dict[str, Any]:
 
 def _logprob_json(given: Logprob) -> dict[str, Any]:
     names = {"token_id": given.token_id, "token": given.text}
-    return names | {"bytes": list(given.token_bytes), "logprob": given.logprob}
+    logprob = None if given.logprob is None else max(given.logprob, MIN_LOGPROB)
+    return names | {"bytes": list(given.token_bytes), "logprob": logprob}
 
 
 def _logprob_table(title: str, tokens: Sequence[TokenLogprobs]) -> Table:

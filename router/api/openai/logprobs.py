@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from ....proto import inference_pb2
-
-_MIN_LOGPROB = -9_999.0
-"""OpenAI's value for impossible tokens, since JSON has no infinity."""
+from ....proto.limits import MIN_LOGPROB
 
 
 class TextLogprobs:
@@ -105,7 +103,7 @@ def _entry(token: inference_pb2.Logprob) -> dict[str, Any]:
 
 
 def _logprob(token: inference_pb2.Logprob) -> float | None:
-    return max(token.logprob, _MIN_LOGPROB) if token.HasField("logprob") else None
+    return max(token.logprob, MIN_LOGPROB) if token.HasField("logprob") else None
 
 
 def _text(text: bytes) -> str:

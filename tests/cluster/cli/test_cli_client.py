@@ -1,6 +1,7 @@
 """`tandem generate` and `tandem chat`: what they ask of a service and what they print."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -256,6 +257,23 @@ def test_several_choices_and_their_logprobs() -> None:
         assert [each["logprob"] for each in found["prompt_logprobs"]] == [None, -2.0]
         assert found["timeline"] == {"request_id": "stub", "completion_tokens": 7}
         assert found["usage"]["prompt_tokens"] == 1
+
+
+def test_the_json_of_a_token_that_is_never_drawn_has_no_infinity() -> None:
+    def answer(request: inference_pb2.GenerateRequest) -> Responses:
+        one, other = (
+            inference_pb2.Logprob(token_id=number, text=b"x", logprob=logprob)
+            for number, logprob in enumerate((0.0, -math.inf))
+        )
+        scores = inference_pb2.TokenLogprobs(token=one, top=[one, other])
+        yield inference_pb2.GenerateResponse(text="x", token_ids=[0], logprobs=[scores])
+        yield from pieces("")
+
+    with stub_service(answer) as service:
+        out, _ = invoke("generate", "hi", "--json", "--target", service.address)
+    assert "Infinity" not in out
+    (scored,) = json.loads(out)["choices"][0]["logprobs"]
+    assert [each["logprob"] for each in scored["top"]] == [0.0, -9_999.0]
 
 
 def test_a_late_error_is_below_what_was_printed() -> None:

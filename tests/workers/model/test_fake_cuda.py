@@ -51,6 +51,10 @@ SAMPLING: Final = {
     ),
     "watermark": SamplingParams(watermark=WATERMARK),
     "logprobs": SamplingParams(logprobs=3, prompt_logprobs=2),
+    "processed": SamplingParams(temperature=0.0, logprobs=3, processed_logprobs=True),
+    "processed_filters": SamplingParams(
+        top_p=0.8, bad_words=((4,),), logprobs=3, processed_logprobs=True
+    ),
     "pooling": SamplingParams(temperature=0.0, pooling="mean"),
 }
 

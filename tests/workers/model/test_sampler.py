@@ -173,6 +173,22 @@ def test_processed_logprobs_are_those_of_the_drawn_distribution() -> None:
         assert [value for _, value in said.top] == pytest.approx(values, abs=1e-4)
 
 
+def test_tokens_that_are_never_drawn_have_no_processed_probability() -> None:
+    for params in (
+        SamplingParams(bad_words=((4,), (5,), (6,))),
+        SamplingParams(top_k=7),
+        SamplingParams(temperature=0.0),
+    ):
+        own = replace(params, logprobs=10, processed_logprobs=True)
+        logits = torch.arange(10.0)[None].flip(1)
+        sampled = sample_once(make_sampler(10), logits, [step(1, own)])
+        (said,) = read(sampled.logprobs)[1]
+        count = 1 if params.temperature == 0 else 7
+        assert [value == -math.inf for _, value in said.top] == [False] * count + [True] * (
+            10 - count
+        )
+
+
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
     _, ranks, values, ids = compute_logprobs(torch.zeros(2, 5), torch.tensor([1, 2]), 9)
     assert ranks.tolist() == [1, 1]

@@ -19,6 +19,7 @@ from .. import kernels
 from ..device import column, indices, to_device
 from ..kernels.c import cpu
 from .filters import filter_scores, has_filter
+from .penalties import LEAST_SCORE
 
 NO_MIN_P: Final = -3e38
 """The logarithm of a min-p that excludes no token."""
@@ -151,7 +152,7 @@ def drawn_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torc
     drawn = torch.full(scores.shape, -torch.inf, dtype=torch.float32, device=scores.device)
     for row, own in enumerate(params):
         if own.temperature < MIN_TEMPERATURE:
-            drawn[row, scores[row].argmax()] = 0.0
+            drawn[row].scatter_(0, scores[row].argmax(0, keepdim=True), 0.0)
             continue
         warm = scores[row : row + 1].float() / own.temperature
         if has_filter(own):
@@ -159,7 +160,7 @@ def drawn_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torc
             drawn[row].scatter_(0, ids[0], kept[0])
         else:
             drawn[row] = warm[0]
-    return drawn
+    return drawn.masked_fill_(drawn < LEAST_SCORE, -torch.inf)  # of banned tokens
 
 
 def _sample_random(

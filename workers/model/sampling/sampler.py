@@ -224,16 +224,18 @@ class Sampler:
             if count is not None
         ]
         rows = logits[indices([samples[index].row for index in wanted], self._device)]
-        if any(samples[index].params.processed_logprobs for index in wanted):
+        drawn = [
+            number
+            for number, index in enumerate(wanted)
+            if samples[index].params.processed_logprobs
+        ]
+        if drawn:
             rows = rows.float()
-        for number, index in enumerate(wanted):
-            each = samples[index]
-            if each.params.processed_logprobs:
-                is_processed = each.row in processed.numbers
-                own = (
-                    processed.scores[processed.numbers[each.row]] if is_processed else rows[number]
-                )
-                rows[number] = drawn_scores(own[None], [each.params])[0]
+        for number in drawn:
+            each = samples[wanted[number]]
+            is_processed = each.row in processed.numbers
+            own = processed.scores[processed.numbers[each.row]] if is_processed else rows[number]
+            rows[number] = drawn_scores(own[None], [each.params])[0]
         targets = tokens[indices(wanted, self._device)]
         largest = max(count for _, _, count in sequences)
         return LogprobsTensors(
