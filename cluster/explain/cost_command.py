@@ -47,7 +47,7 @@ def cost_command(
         str | None, typer.Option(help="Of the weights: int8, int4 or fp8.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8 or fp8.")
+        str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8, fp8 or int4.")
     ] = "auto",
     device: Annotated[
         list[str] | None,
