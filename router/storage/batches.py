@@ -17,6 +17,7 @@ from .database import ENTRY_BYTES, Database
 from .interface import (
     BATCH_SECONDS,
     FINISHED,
+    MAX_ANSWER_BYTES,
     MAX_BATCHES,
     Batch,
     BatchLine,
@@ -45,20 +46,23 @@ class Batches:
     def add(self, batch: Batch, lines: Sequence[bytes]) -> Batch | None:
         """Stores a batch and its requests; returns None without room."""
         tenant = batch.owner.tenant
-        size = sum(map(len, lines)) + ENTRY_BYTES * (len(lines) + 1)
+        facts = json.dumps(asdict(batch))
+        size = sum(map(len, lines)) + len(facts) + ENTRY_BYTES * (len(lines) + 1)
         with self._database.transaction() as database:
+            database.delete_expired()  # which do not count
             (count,) = database.one("SELECT COUNT(*) FROM batches WHERE tenant = ?", tenant)
             if count >= MAX_BATCHES or not database.has_room(tenant, size):
                 return None
             database.execute(
-                "INSERT INTO batches (tenant, id, expires, size, is_finished, facts) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO batches (tenant, id, expires, size, status, deadline, facts) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 tenant,
                 batch.batch_id,
                 batch.created + BATCH_SECONDS + database.keep_seconds,
-                ENTRY_BYTES,
-                batch.status in FINISHED,
-                json.dumps(asdict(batch)),
+                len(facts) + ENTRY_BYTES,
+                batch.status,
+                batch.expires,
+                facts,
             )
             database.connection.executemany(
                 "INSERT INTO lines VALUES (?, ?, ?, ?, ?, NULL, 0)",
@@ -104,7 +108,8 @@ class Batches:
     def claim(self, runner: str, holding: Collection[LineKey], most: int) -> list[BatchLine]:
         """Returns up to `most` requests that no runner holds; `runner` holds them then.
 
-        Tenants take turns: the one with the fewest held requests is next.
+        Tenants take turns: the one with the fewest held requests is next. Also ends the batches and
+        deletes the entries that have expired.
         """
         self._seen[runner] = self._monotonic()
         # The runner has given the others up, or the reply to its claim was lost.
@@ -112,19 +117,21 @@ class Batches:
         self._holders = dict.fromkeys(holding, runner) | kept
         self._drop_silent()
         self._end_expired()
+        self._database.delete_expired()
         claimed: list[BatchLine] = []
-        batches = self._open_batches()
-        held = Counter(
-            batches[batch_id].owner.tenant for batch_id, _ in self._holders if batch_id in batches
+        rows = self._database.execute(
+            "SELECT id, tenant FROM batches WHERE status = 'in_progress' ORDER BY number"
         )
-        while len(claimed) < most and batches:
-            batch = min(batches.values(), key=lambda each: held[each.owner.tenant])
-            line = self._next_line(batch)
+        tenants: dict[str, str] = dict(rows)  # by batch with free requests, the oldest first
+        held = Counter(tenants[batch_id] for batch_id, _ in self._holders if batch_id in tenants)
+        while len(claimed) < most and tenants:
+            batch_id = min(tenants, key=lambda each: held[tenants[each]])
+            line = self._next_line(batch_id)
             if line is None:
-                del batches[batch.batch_id]
+                del tenants[batch_id]
                 continue
-            self._holders[line.batch_id, line.number] = runner
-            held[batch.owner.tenant] += 1
+            self._holders[batch_id, line.number] = runner
+            held[tenants[batch_id]] += 1
             claimed.append(line)
         return claimed
 
@@ -146,24 +153,18 @@ class Batches:
         self._seen.pop(runner, None)
         self._drop_silent()
 
-    def _open_batches(self) -> dict[str, Batch]:
-        """Returns the batches with requests that nobody has answered, the oldest first."""
-        rows = self._database.execute(
-            "SELECT facts FROM batches WHERE NOT is_finished ORDER BY number"
-        )
-        found = [_batch(facts) for (facts,) in rows]
-        return {batch.batch_id: batch for batch in found if batch.status == "in_progress"}
-
-    def _next_line(self, batch: Batch) -> BatchLine | None:
+    def _next_line(self, batch_id: str) -> BatchLine | None:
         """Returns the first request of a batch without an answer that nobody holds."""
         rows = self._database.execute(
             "SELECT line, request FROM lines WHERE batch = ? AND answer IS NULL ORDER BY line",
-            batch.batch_id,
+            batch_id,
         )
         for number, request in rows:
-            if (batch.batch_id, number) not in self._holders:
+            if (batch_id, number) not in self._holders:
+                (facts,) = self._database.one("SELECT facts FROM batches WHERE id = ?", batch_id)
+                batch = _batch(facts)
                 return BatchLine(
-                    batch_id=batch.batch_id,
+                    batch_id=batch_id,
                     number=number,
                     request=request,
                     owner=batch.owner,
@@ -183,7 +184,8 @@ class Batches:
         if row is None:
             return
         room = len(line) - len(row[0])
-        if room > 0 and not self._database.has_room(batch.owner.tenant, room):
+        is_too_much = batch.answer_bytes + len(line) > MAX_ANSWER_BYTES
+        if is_too_much or (room > 0 and not self._database.has_room(batch.owner.tenant, room)):
             line = error_line(
                 json.loads(row[0])["custom_id"], "storage_full", "the answer found no room"
             )
@@ -197,6 +199,7 @@ class Batches:
             batch.batch_id,
             number,
         )
+        batch.answer_bytes += len(line)
         if has_failed:
             batch.failed += 1
         else:
@@ -204,10 +207,12 @@ class Batches:
 
     def _end_expired(self) -> None:
         """Answers the requests of batches that have taken too long with an error."""
-        now = self._database.clock()
-        for batch in self._open_batches().values():
-            if batch.expires > now:
-                continue
+        expired = self._database.execute(
+            "SELECT facts FROM batches WHERE status = 'in_progress' AND deadline <= ?",
+            self._database.clock(),
+        ).fetchall()
+        for (facts,) in expired:
+            batch = _batch(facts)
             with self._database.transaction():
                 rows = self._database.execute(
                     "SELECT line, request FROM lines WHERE batch = ? AND answer IS NULL",
@@ -241,12 +246,14 @@ class Batches:
         lost = [key for key, runner in self._holders.items() if runner not in self._seen]
         for key in lost:
             del self._holders[key]
-        rows = self._database.execute("SELECT facts FROM batches WHERE NOT is_finished").fetchall()
-        for batch in (_batch(facts) for (facts,) in rows):
-            if batch.status == "cancelling":
-                with self._database.transaction():
-                    self._drop_unheld(batch)
-                    self._finish_if_answered(batch)
+        cancelling = self._database.execute(
+            "SELECT facts FROM batches WHERE status = 'cancelling'"
+        ).fetchall()
+        for (facts,) in cancelling:
+            batch = _batch(facts)
+            with self._database.transaction():
+                self._drop_unheld(batch)
+                self._finish_if_answered(batch)
 
     def _finish_if_answered(self, batch: Batch) -> None:
         row = self._database.one(
@@ -307,9 +314,9 @@ class Batches:
 
     def _save(self, batch: Batch) -> None:
         self._database.execute(
-            "UPDATE batches SET facts = ?, is_finished = ? WHERE id = ?",
+            "UPDATE batches SET facts = ?, status = ? WHERE id = ?",
             json.dumps(asdict(batch)),
-            batch.status in FINISHED,
+            batch.status,
             batch.batch_id,
         )
 

@@ -30,7 +30,7 @@ CREATE TABLE files (
     content BLOB, number INTEGER PRIMARY KEY AUTOINCREMENT, UNIQUE (tenant, id)
 );
 CREATE TABLE batches (
-    tenant TEXT, id TEXT UNIQUE, expires REAL, size INTEGER, is_finished INTEGER, facts TEXT,
+    tenant TEXT, id TEXT UNIQUE, expires REAL, size INTEGER, status TEXT, deadline REAL, facts TEXT,
     number INTEGER PRIMARY KEY AUTOINCREMENT
 );
 CREATE TABLE lines (
@@ -38,6 +38,10 @@ CREATE TABLE lines (
     has_failed INTEGER, PRIMARY KEY (batch, line)
 );
 CREATE INDEX open_lines ON lines (batch, line) WHERE answer IS NULL;
+CREATE INDEX batches_by_status ON batches (status);
+CREATE INDEX responses_by_expiry ON responses (expires);
+CREATE INDEX files_by_expiry ON files (expires);
+CREATE INDEX batches_by_expiry ON batches (expires);
 """
 _COUNTED: Final = ("responses", "files", "batches", "lines")
 _SIZES: Final = (
@@ -136,7 +140,11 @@ class Database:
         now = self.clock()
         self.execute("DELETE FROM responses WHERE expires <= ?", now)
         self.execute("DELETE FROM files WHERE expires <= ?", now)
-        self.execute("DELETE FROM batches WHERE expires <= ? AND is_finished", now)
+        self.execute(
+            "DELETE FROM batches WHERE expires <= ? "
+            "AND status NOT IN ('in_progress', 'cancelling')",
+            now,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the counts equal the sizes of the entries."""

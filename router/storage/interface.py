@@ -16,6 +16,11 @@ MAX_BATCHES: Final = 1_000
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """Size of one uploaded file."""
 
+MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
+"""Size of the answers of one batch; each later one becomes an error. A file of them must fit into
+SQLite's largest blob of 1e9 bytes, also with an error of 6 kB for each of MAX_BATCH_LINES.
+"""
+
 MAX_BATCH_LINES: Final = 50_000
 """Number of requests in one batch; OpenAI has the same bound."""
 
@@ -83,6 +88,7 @@ class Batch:
     status: BatchStatus = "in_progress"
     completed: int = 0  # requests with an answer of status 200
     failed: int = 0
+    answer_bytes: int = 0
     errors: Sequence[Mapping[str, Any]] = ()  # of an input that cannot be read
     ended: int | None = None
     cancelling: int | None = None

@@ -109,6 +109,7 @@ class LocalStorage:
         self, tenant: str, name: str, purpose: str, content: bytes, seconds: int | None = None
     ) -> StoredFile | None:
         with self._database.transaction() as database:
+            database.delete_expired()  # which do not count
             (count,) = database.one("SELECT COUNT(*) FROM files WHERE tenant = ?", tenant)
             size = len(content) + ENTRY_BYTES
             if count >= MAX_FILES or not database.has_room(tenant, size):

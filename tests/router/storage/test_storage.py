@@ -184,6 +184,32 @@ async def test_an_entry_ends_after_its_time() -> None:
     case.store.check_integrity()
 
 
+async def test_expired_entries_leave_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.storage.local.MAX_FILES", 1)
+    monkeypatch.setattr("tandem.router.storage.batches.MAX_BATCHES", 1)
+    case = make(StorageConfig(keep_seconds=100))
+    for number in range(2):
+        assert await case.store.add_file("a", "f", "batch", b"x") is not None
+        assert await case.store.add_file("a", "f", "batch", b"x") is None
+        made, lines = batch(case, f"batch_{number}", "a", 1)
+        assert await case.store.add_batch(made, lines) is not None
+        assert await case.store.add_batch(*batch(case, "batch_more", "a", 1)) is None
+        await case.store.cancel_batch("a", made.batch_id)
+        case.clock.now += 86_501
+    await case.store.claim("one", [], 0, 0)  # of any runner; it deletes all that has expired
+    assert await case.store.find_batch("a", "batch_1") is None
+    assert case.store._database.used("a") == 0
+    case.store.check_integrity()
+
+
+async def test_the_facts_of_a_batch_count() -> None:
+    case = make()
+    made, _ = batch(case, "batch_1", "a", 1)
+    made.metadata = {str(i): "x" * 512 for i in range(16)}
+    await case.store.add_batch(made, [])
+    assert case.store._database.used("a") > 16 * 512
+
+
 async def test_pages_of_lists() -> None:
     case = make()
     files = [await case.store.add_file("a", f"f{i}", "batch", b"x") for i in range(5)]
@@ -314,6 +340,21 @@ async def test_an_answer_without_room_becomes_an_error() -> None:
     found = await case.store.find_batch("a", "batch_1")
     assert found is not None
     assert (found.completed, found.failed) == (1, 2)
+    errors = await content(case.store, "a", found.error_file_id)
+    assert [line["error"]["code"] for line in errors] == ["storage_full"] * 2
+    case.store.check_integrity()
+
+
+async def test_the_answers_of_a_batch_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger file would be beyond SQLite's bound, and the batch could not end."""
+    monkeypatch.setattr("tandem.router.storage.batches.MAX_ANSWER_BYTES", 1_000)
+    case = make()
+    await case.store.add_batch(*batch(case, "batch_1", "a", 3))
+    for line in await case.store.claim("one", [], 3, 0):
+        await answer(case.store, line, "x" * 600)
+    found = await case.store.find_batch("a", "batch_1")
+    assert found is not None
+    assert (found.status, found.completed, found.failed) == ("completed", 1, 2)
     errors = await content(case.store, "a", found.error_file_id)
     assert [line["error"]["code"] for line in errors] == ["storage_full"] * 2
     case.store.check_integrity()
