@@ -1,5 +1,6 @@
 """Parses lines of JSON; errors name the line."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,21 +11,24 @@ from ..proto.errors import InvalidArgument
 _Line = TypeVar("_Line", bound=BaseModel)
 
 
-def number_lines(text: str, path: Path | str, line_type: type[_Line]) -> list[tuple[int, _Line]]:
-    """Returns the lines of JSON objects without the empty ones, each with its number from 1 on.
+def number_lines(
+    text: str, path: Path | str, line_type: type[_Line]
+) -> Iterator[tuple[int, _Line]]:
+    """Yields the lines of JSON objects without the empty ones, each with its number from 1 on.
 
     Raises InvalidArgument, which names the line of `path`, also for a text without lines.
     """
-    parsed = []
+    has_lines = False
     # Not splitlines: strings in JSON may have other line separators.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
+        has_lines = True
         try:
-            parsed.append((number, line_type.model_validate_json(line)))
+            parsed = line_type.model_validate_json(line)
         except ValidationError as error:
             found = [": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors()]
             raise InvalidArgument("; ".join(found), f"{path}:{number}") from None
-    if not parsed:
+        yield number, parsed
+    if not has_lines:
         raise InvalidArgument("has no lines", str(path))
-    return parsed

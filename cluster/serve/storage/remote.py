@@ -106,5 +106,5 @@ class RemoteStorage(Storage):
     async def _call(self, method: str, *args: Any, wait: float = 0.0) -> Any:
         try:
             return await self._call_store(method, *args, wait=wait)
-        except ray.exceptions.RayTaskError:  # the store has logged it
+        except ray.exceptions.RayError:  # of the store, which has logged it, or of Ray
             raise Unavailable("the store of responses, files and batches does not work") from None

@@ -24,6 +24,9 @@ from ...local.batch_senders import engine_sender
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS: Final = 1.0
+# A line that is refused for longer gives its place up, perhaps to another tenant. Its next runner
+# looks the key up again.
+_PATIENCE_SECONDS: Final = 30.0
 _LOWEST_PRIORITY: Final = -100
 
 
@@ -87,7 +90,6 @@ class BatchRunner:
 
     async def _answer(self, line: BatchLine) -> None:
         request = BatchRequest.model_validate_json(line.request)
-        left = line.expires - time.time()
         caller = self._authenticator.caller_of(line.owner.tenant, line.owner.key_name)
         if caller is None:
             found = error_line(
@@ -98,9 +100,10 @@ class BatchRunner:
             caller = replace(caller, max_priority=_LOWEST_PRIORITY)
             try:
                 answer = await send_patiently(
-                    engine_sender(self._service, caller), request, max(left, 0.0)
+                    engine_sender(self._service, caller), request, _PATIENCE_SECONDS
                 )
-            except Unavailable:  # until the batch expired
+            except Unavailable:
+                await asyncio.sleep(_RETRY_SECONDS)  # the same line may be the next one
                 return
             found = answer_line(request, answer)
             has_failed = answer.status != 200

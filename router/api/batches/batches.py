@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ....proto.errors import InvalidArgument, NotFound, Overloaded
+from ....proto.limits import MAX_MESSAGE_BYTES
 from ...frontend.fair_threads import FairThreads
 from ...frontend.prepare import RequestContext
 from ...storage.interface import (
@@ -20,6 +22,7 @@ from ...storage.interface import (
     Batch,
     Owner,
 )
+from ..large_messages import check_json_elements
 from ..openai.bodies import OpenModel
 from ..openai.lists import list_response, one_more, read_page
 from ..openai.parsing import parse
@@ -31,8 +34,9 @@ from .lines import BatchUrl, parse_batch
 _MAX_PAGE: Final = 100
 _DEFAULT_PAGE: Final = 20
 _MAX_METADATA: Final = 16
+_MAX_ERROR_CHARACTERS: Final = 1_024  # of one line; each unknown field of it adds to the error
 
-# One thread, because the parsed lines of the largest file take 0.5 GB.
+# One thread, because the texts of the largest file take several times its size.
 _PARSER: Final = FairThreads("tandem-batch", 1, max_size=4 * MAX_FILE_BYTES)
 
 _Key = Annotated[str, Field(max_length=64)]
@@ -129,20 +133,37 @@ def _found(batch: Batch | None) -> JSONResponse:
 
 def _read_lines(content: bytes, endpoint: str, batch: Batch) -> list[bytes]:
     """Returns the lines of a file. If one is wrong, returns none and notes it in the batch."""
+    requests = []
     try:
-        text = content.decode()
-        numbered = parse_batch(text, "line")
-        for number, request in numbered:
+        content = content.rstrip()
+        num_lines = content.count(b"\n") + 1  # empty ones included
+        if num_lines > MAX_BATCH_LINES:
+            raise InvalidArgument(f"has {num_lines} lines; the maximum is {MAX_BATCH_LINES}")
+        lines = content.split(b"\n")
+        _check_sizes(lines)
+        for number, request in parse_batch(content.decode(), "line"):
             if request.url != endpoint:
                 raise InvalidArgument(f"url: must be {endpoint}, as the batch", f"line:{number}")
-        if len(numbered) > MAX_BATCH_LINES:
-            raise InvalidArgument(f"has {len(numbered)} lines; the maximum is {MAX_BATCH_LINES}")
+            requests.append(lines[number - 1])
     except (UnicodeDecodeError, InvalidArgument) as error:
         _fail(batch, error)
         return []
-    batch.total = len(numbered)
-    lines = text.split("\n")
-    return [lines[number - 1].encode() for number, _ in numbered]
+    batch.total = len(requests)
+    return requests
+
+
+def _check_sizes(lines: Sequence[bytes]) -> None:
+    """Raises InvalidArgument for a line that is too large for the body of a request."""
+    for number, line in enumerate(lines, 1):
+        place = f"line:{number}"
+        if len(line) > MAX_MESSAGE_BYTES:
+            raise InvalidArgument(
+                f"has {len(line)} bytes; the maximum is {MAX_MESSAGE_BYTES}", place
+            )
+        try:
+            check_json_elements(line)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, place) from None
 
 
 def _fail(batch: Batch, error: UnicodeDecodeError | InvalidArgument) -> None:
@@ -154,7 +175,7 @@ def _fail(batch: Batch, error: UnicodeDecodeError | InvalidArgument) -> None:
     batch.errors = [
         {
             "code": "invalid_file",
-            "message": message,
+            "message": message[:_MAX_ERROR_CHARACTERS],
             "param": "input_file_id",
             "line": int(number) if number.isdecimal() else None,
         }

@@ -8,11 +8,19 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ....proto.errors import InvalidArgument, NotFound, Overloaded, PermissionDenied
+from ....proto.errors import (
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TandemError,
+)
 from ...auth.authenticator import Caller
 from ...frontend.prepare import RequestContext
 from ...storage.interface import MAX_FILE_BYTES, MAX_FILES, StoredFile
+from ..openai.answers import error_response
 from ..openai.lists import list_response, one_more, read_page
+from ..openai.refused_body import RefusedBody
 from ..openai.respond import respond
 from ..service import GenerationService
 from .multipart import FormPart, parse_form
@@ -43,12 +51,16 @@ async def upload_file(service: GenerationService, request: Request) -> Response:
     """Answers POST /v1/files. At most 4 uploads are read at a time; others are refused."""
 
     async def answer(body: bytes, _request_id: str, context: RequestContext) -> Response:
-        form = parse_form(body, request.headers.get("content-type", ""))
+        kind = request.headers.get("content-type", "")
+        form = await asyncio.to_thread(parse_form, body, kind)  # it copies the file several times
         return await _add_file(service, context.caller, form)
 
-    check_can_keep(request.state.caller)
-    if _uploads.locked():
-        raise Overloaded(f"{_MAX_UPLOADS} files are being uploaded; try again")
+    try:
+        check_can_keep(request.state.caller)
+        if _uploads.locked():
+            raise Overloaded(f"{_MAX_UPLOADS} files are being uploaded; try again")
+    except TandemError as error:
+        return RefusedBody(error_response(error))
     async with _uploads:
         return await respond(request, answer, max_bytes=MAX_FILE_BYTES + _FORM_BYTES, is_form=True)
 

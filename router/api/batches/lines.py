@@ -1,6 +1,6 @@
 """Parses the input file of a batch, for the Batch API and for `tandem batch`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -25,14 +25,13 @@ class BatchRequest(BaseModel):
     body: dict[str, Any]
 
 
-def parse_batch(text: str, path: Path | str) -> list[tuple[int, BatchRequest]]:
-    """Returns the requests, each with the number of its line.
+def parse_batch(text: str, path: Path | str) -> Iterator[tuple[int, BatchRequest]]:
+    """Yields the requests, each with the number of its line.
 
     Raises InvalidArgument, which names the line of `path`.
     """
     first_lines: dict[str, int] = {}
-    numbered = number_lines(text, path, BatchRequest)
-    for number, request in numbered:
+    for number, request in number_lines(text, path, BatchRequest):
         if request.body.get("stream"):
             raise InvalidArgument("body.stream: a batch has no streams", f"{path}:{number}")
         first = first_lines.setdefault(request.custom_id, number)
@@ -40,4 +39,4 @@ def parse_batch(text: str, path: Path | str) -> list[tuple[int, BatchRequest]]:
             raise InvalidArgument(
                 f"custom_id: {request.custom_id!r} is already in line {first}", f"{path}:{number}"
             )
-    return numbered
+        yield number, request

@@ -192,6 +192,29 @@ async def test_a_wrong_input_fails_the_batch_with_its_line(client: openai.AsyncO
         assert words in (error.message or "")
 
 
+async def test_a_line_is_bounded_as_a_body(client: openai.AsyncOpenAI) -> None:
+    """One tenant's file must not keep Python's lock, nor fill the memory."""
+    unknown = json.loads(request("a")) | {f"field-{i}": 1 for i in range(9_000)}
+    for lines, number, words in (
+        ([request("a"), request("b", x="y" * 2**22)], 2, "bytes; the maximum is 4194304"),
+        ([request("a"), request("b", x=[[]] * 70_000)], 2, "too many elements"),
+        ([request("a"), *[""] * 60_000, request("b")], None, "has 60002 lines"),
+        ([json.dumps(unknown)], 1, "field-0"),
+    ):
+        made = await client.batches.create(
+            input_file_id=await upload(client, lines),
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+        )
+        assert made.status == "failed"
+        assert made.errors is not None
+        assert made.errors.data is not None
+        (error,) = made.errors.data
+        assert error.line == number
+        assert words in (error.message or "")
+        assert len(error.message or "") <= 1_024
+
+
 async def test_wrong_uploads(client: openai.AsyncOpenAI, address: str) -> None:
     with pytest.raises(openai.BadRequestError, match="must be batch"):
         await client.files.create(file=("a", b"x"), purpose="vision")
@@ -233,7 +256,39 @@ async def test_files_need_a_key_if_callers_cannot_be_told_apart(
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
         for path in ("/v1/files", "/v1/files/x", "/v1/batches", "/v1/batches/x"):
             assert (await http.get(path)).status_code == 403
+        # The client gets the reason although the file is not read.
+        files = {"file": ("f", b"x" * 2**24), "purpose": (None, b"batch")}
+        refused = await http.post("/v1/files", files=files)
+        assert refused.status_code == 403
+        assert "need an API key" in refused.json()["error"]["message"]
     await server.stop(0)
+
+
+async def test_busy_lines_of_one_tenant_leave_room_for_another(
+    clients: Sequence[openai.AsyncOpenAI],
+    service: GenerationService,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = service.accept
+
+    async def busy(request: Any, context: Any) -> Any:
+        if context.caller.tenant == "a":
+            raise Overloaded("the key's limit is used up", 60.0)
+        return await run(request, context)
+
+    monkeypatch.setattr(service, "accept", busy)
+    monkeypatch.setattr("tandem.cluster.serve.storage.runner._RETRY_SECONDS", 0.01)
+    made = []
+    for client, name in zip(clients, "ab", strict=True):
+        file_id = await upload(client, [request(f"{name}{i}", max_tokens=1) for i in range(9)])
+        made.append(
+            await client.batches.create(
+                input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+        )
+    waiting, other = clients
+    assert (await ended(other, made[1].id)).request_counts.completed == 9
+    assert (await waiting.batches.retrieve(made[0].id)).status == "in_progress"
 
 
 async def test_busy_lines_are_sent_again_and_a_removed_key_ends_them(
