@@ -15,11 +15,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ....proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
+from ....proto.limits import MAX_MESSAGE_BYTES
+from ...frontend.fair_threads import PARSING
 from ...frontend.prepare import RequestContext
 from ...storage.interface import Storage, StoredResponse
+from ..large_messages import check_json_elements
 from ..openai.answers import error_response
 from ..openai.lists import list_response, read_page
 from ..openai.parsing import parse
+from ..openai.requests import ParsedRequest
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
 from ..openai.writers import streaming_form
@@ -33,6 +37,9 @@ _log = logging.getLogger(__name__)
 _ITEMS: Final[TypeAdapter[list[Any]]] = TypeAdapter(list[Item])
 _MAX_ITEMS_PAGE: Final = 100
 _DEFAULT_ITEMS_PAGE: Final = 20
+
+_MAX_CONVERSATION_BYTES: Final = 2 * MAX_MESSAGE_BYTES
+"""Size of a stored response that is continued. JSON of text that is not ASCII is twice as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +73,17 @@ async def answer_responses(
 ) -> Response:
     """Answers POST /v1/responses: generates, and stores the response unless `store` is false.
 
-    Raises InvalidArgument, and NotFound for an unknown previous response.
+    Raises InvalidArgument, also for an unknown previous response.
     """
     turn = context.caller.turn
     parsed = await off_loop(turn, body, partial(parse, ResponsesBody))
-    earlier: list[dict[str, Any]] = []
+    previous = None
     if parsed.previous_response_id is not None:
         tenant = context.caller.tenant
-        earlier = await _conversation(service.storage, tenant, parsed.previous_response_id)
-    request = await off_loop(
-        turn,
-        body,
-        lambda _: translate_responses(parsed, request_id, _ITEMS.validate_python(earlier)),
-    )
+        previous = await _previous(service.storage, tenant, parsed.previous_response_id)
+    size = len(body) + (0 if previous is None else _size(previous))
+    earlier = [] if previous is None else await PARSING.run(turn, size, _conversation, previous)
+    request = await PARSING.run(turn, size, _translate, parsed, request_id, earlier)
     keep = None
     if parsed.store is not False:
         items = earlier + _named_items(parsed, request_id)
@@ -107,7 +112,10 @@ async def list_input_items(service: GenerationService, request: Request) -> Resp
     """Answers GET /v1/responses/{name}/input_items, with the items of the conversation before."""
     page = read_page(request, default=_DEFAULT_ITEMS_PAGE, most=_MAX_ITEMS_PAGE)
     stored = await _stored(service.storage, request)
-    items: list[dict[str, Any]] = json.loads(stored.items)
+    turn = request.state.caller.turn
+    items: list[dict[str, Any]] = await PARSING.run(
+        turn, len(stored.items), json.loads, stored.items
+    )
     if not page.is_ascending:
         items.reverse()
     ids = [item["id"] for item in items]
@@ -126,14 +134,34 @@ def _unknown() -> NotFound:
     return NotFound("no response of this id is stored here")
 
 
-async def _conversation(storage: Storage, tenant: str, previous: str) -> list[dict[str, Any]]:
-    """Returns the items of the previous response's input and output. Raises NotFound."""
-    stored = await storage.find_response(tenant, previous)
+async def _previous(storage: Storage, tenant: str, response_id: str) -> StoredResponse:
+    """Returns the response to continue. Raises InvalidArgument."""
+    stored = await storage.find_response(tenant, response_id)
     if stored is None:
-        raise NotFound(
-            "previous_response_id: no response of this id is stored here; send the whole "
-            "conversation as input"
-        )
+        reason = "no response of this id is stored here"
+    elif _size(stored) > _MAX_CONVERSATION_BYTES:
+        reason = f"its conversation has more than {_MAX_CONVERSATION_BYTES} bytes"
+    else:
+        return stored
+    raise InvalidArgument(f"{reason}; send the whole conversation as input", "previous_response_id")
+
+
+def _size(stored: StoredResponse) -> int:
+    return len(stored.body) + len(stored.items)
+
+
+def _translate(
+    parsed: ResponsesFields, request_id: str, earlier: list[dict[str, Any]]
+) -> ParsedRequest[ResponsesFields]:
+    return translate_responses(parsed, request_id, _ITEMS.validate_python(earlier))
+
+
+def _conversation(stored: StoredResponse) -> list[dict[str, Any]]:
+    """Returns the items of a response's input and output. Raises InvalidArgument."""
+    try:
+        check_json_elements(stored.items)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, "previous_response_id") from None
     items: list[dict[str, Any]] = json.loads(stored.items)
     try:
         items += json.loads(stored.body)["output"]

@@ -49,8 +49,9 @@ async def test_a_stored_response_is_continued(service: Service, client: openai.A
             await client.responses.delete(gone)
         with pytest.raises(openai.NotFoundError):
             await client.responses.input_items.list(gone)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError, match="stored here") as caught:  # as OpenAI's
             await client.responses.create(model="tiny", previous_response_id=gone, input="x")
+        assert caught.value.param == "previous_response_id"
 
 
 async def test_a_stored_response_is_retrieved(
@@ -80,6 +81,28 @@ async def test_a_stored_response_is_retrieved(
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     refused = await http.get(f"/v1/responses/{streamed.id}?stream=true")
     assert refused.json()["error"]["param"] == "stream"
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"encrypted_content": "x" * 3_000_000}, "more than 8388608 bytes"),
+        ({"summary": [[]] * 30_000}, "too many elements"),
+    ],
+)
+async def test_a_conversation_is_bounded(
+    service: Service, client: openai.AsyncOpenAI, extra: Any, words: str
+) -> None:
+    """Each turn adds something that takes no tokens."""
+    service.source.answer = [*b"hello", EOS_ID]
+    turn: Any = [{"type": "reasoning", **extra}, {"role": "user", "content": "x"}]
+    last: Any = None
+    for _ in range(3):
+        last = await client.responses.create(model="tiny", previous_response_id=last, input=turn)
+        last = last.id
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        await client.responses.create(model="tiny", previous_response_id=last, input="x")
+    assert caught.value.param == "previous_response_id"
 
 
 async def test_a_stored_call_is_continued_by_its_output(
