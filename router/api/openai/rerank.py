@@ -67,7 +67,8 @@ async def make_rerank_request(
     Also returns the numbers of tokens of yes and no. The prompts are charged when they are
     accepted. Raises InvalidArgument, and Overloaded if the caller has no tokens left.
     """
-    num_characters = sum(map(len, body.texts)) + len(body.query) * len(body.texts)
+    repeated = len(body.query) + len(body.instruction or "")  # in the prompt of each document
+    num_characters = sum(map(len, body.texts)) + repeated * len(body.texts)
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all prompts", "documents")
     caller.quota.check_tokens()
     tokenizer = model.tokenizer

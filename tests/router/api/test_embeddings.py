@@ -241,6 +241,9 @@ async def test_documents_are_ranked_by_yes_against_no(
         assert best["index"] == order[0]
         refused = await http.post("/v1/rerank", json=body | {"documents": []})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
+        repeated = {"instruction": "x" * 900_000, "documents": ["a"] * 5}
+        refused = await http.post("/v1/rerank", json=body | repeated)
+        assert "characters in all prompts" in refused.json()["error"]["message"]
 
 
 async def test_long_texts_are_cut_where_asked(
