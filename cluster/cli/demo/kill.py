@@ -29,7 +29,9 @@ _TITLES: Final = {
 }
 _WAIT_SECONDS: Final = 60.0  # far above the longest gap, so that only a hang exceeds it
 _IDLE_SECONDS: Final = 10.0
-_ASK_SECONDS: Final = 0.05  # between two questions to the routers, which limit their rate
+# Between two questions to each router. A router answers ten in a second; without its answer, its
+# streams would seem to be nowhere.
+_ASK_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +153,11 @@ class KillDemo:
         self._streams.clear()
         with self._screen.showing(title, self._streams, kinds):
             try:
-                self._begin()
-                await self._wait(lambda: all(map(_has_begun, self._streams)))
+                await self._begin()
                 for kind in kinds:
                     if not self._running():
                         ended += self._streams
-                        self._begin()
+                        await self._begin()
                     if kind == "prefill":
                         self._start(lambda each: each.starts_late)
                     await self._strike(kind)
@@ -170,10 +171,14 @@ class KillDemo:
             self._screen.event("all streams have ended")
         return [*ended, *self._streams]
 
-    def _begin(self) -> None:
-        """Makes a stream for each request, and starts those that do not start late."""
+    async def _begin(self) -> None:
+        """Makes a stream for each request, and starts those that do not start late.
+
+        Returns when each of these has tokens, so that processes work for it.
+        """
         self._streams[:] = [FollowedStream(each, self._notice) for each in self._requests]
         self._start(lambda each: not each.starts_late)
+        await self._wait(lambda: all(map(_has_begun, self._streams)))
 
     def _start(self, is_chosen: Callable[[MixedRequest], bool]) -> None:
         """Starts the streams of the chosen requests that wait."""

@@ -5,8 +5,6 @@ Sees only processes that this process has started: a service on a Ray of its own
 
 import http.client
 import json
-import os
-import signal
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -49,18 +47,25 @@ class ServiceProcesses:
         self._routers = routers
         workers = {each["id"]: each["address"] for each in self._workers()}
         addresses = workers | {grpc: grpc for grpc, _ in routers}
-        found = _pids()
+        found = _processes()
         missing = [name for name, address in addresses.items() if address not in found]
         if missing or CONTROLLER not in found:
             names = ", ".join(missing) or CONTROLLER
             raise Unavailable(f"no process of this command is {names}")
-        self._pids = {name: found[address] for name, address in addresses.items()}
-        self._pids[CONTROLLER] = found[CONTROLLER]
+        self._processes = {name: found[address] for name, address in addresses.items()}
+        self._processes[CONTROLLER] = found[CONTROLLER]
 
     def kill(self, name: str) -> int:
-        """Ends a process at once, as `kill -9` does; returns its number."""
-        os.kill(self._pids[name], signal.SIGKILL)
-        return self._pids[name]
+        """Ends a process at once, as `kill -9` does; returns its number.
+
+        Raises Unavailable if it has ended before, also if another process has its number now.
+        """
+        try:
+            process = self._processes[name]
+            process.kill()
+        except (KeyError, psutil.NoSuchProcess):
+            raise Unavailable(f"no process of this command is {name} now") from None
+        return process.pid
 
     def placed_requests(self) -> list[PlacedRequest]:
         """Returns the running requests, as the routers that answer tell them."""
@@ -106,14 +111,14 @@ def _placed(request: Mapping[str, Any], router: str) -> PlacedRequest:
     )
 
 
-def _pids() -> dict[str, int]:
+def _processes() -> dict[str, psutil.Process]:
     """Returns the process that listens at each HOST:PORT, and the Serve controller by its name."""
-    found: dict[str, int] = {}
+    found: dict[str, psutil.Process] = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            found |= dict.fromkeys(_listening(process), process.pid)
+            found |= dict.fromkeys(_listening(process), process)
             if "".join(process.cmdline()).startswith(_CONTROLLER_TITLE):
-                found[CONTROLLER] = process.pid
+                found[CONTROLLER] = process
     return found
 
 

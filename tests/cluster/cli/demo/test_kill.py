@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem.cluster.cli.demo.followed_stream import NUM_TOKENS_AFTER, FollowedStream, Pause
 from tandem.cluster.cli.demo.kill import KillReport, choose_target
 from tandem.cluster.cli.demo.mixed_requests import mixed_requests
-from tandem.cluster.cli.demo.processes import CONTROLLER, PlacedRequest
+from tandem.cluster.cli.demo.processes import CONTROLLER, PlacedRequest, ServiceProcesses
 from tandem.proto.errors import Unavailable
 from tandem.router.client.types import Choice
 
@@ -47,6 +48,20 @@ def test_a_prefill_worker_is_chosen_by_the_prompts_that_it_computes() -> None:
     requests = [placed("a"), placed("b"), placed("c", prefill="p1", is_prefilling=True)]
     assert choose_target("prefill", requests) == ("p1", {"c"})
     assert choose_target("prefill", requests[:2]) == ("p0", set())  # too late for their prompts
+
+
+def test_a_process_that_has_ended_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of another process; psutil tells them apart."""
+
+    def refuse(process: psutil.Process) -> None:
+        raise psutil.NoSuchProcess(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "kill", refuse)
+    processes = object.__new__(ServiceProcesses)
+    processes._processes = {"w0": psutil.Process()}
+    for name in ("w0", "w1"):
+        with pytest.raises(Unavailable, match=name):
+            processes.kill(name)
 
 
 def test_without_a_request_there_is_no_target() -> None:
