@@ -504,6 +504,7 @@ A parameter that a request leaves out has its default. The model's generation_co
 replace a default that is marked ◆, under the same name, unless the service runs with
 `generation_config: none` or the request is a beam search. `max_tokens` is named `max_new_tokens`
 there; for prompts other than chats the default is never above 16.
+[learn.md](learn.md#advice-on-sampling) has advice on sampling.
 """
 
 
