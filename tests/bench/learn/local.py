@@ -99,9 +99,9 @@ def stream_once(
     return completion, arrivals
 
 
-def decode_rate(arrivals: Sequence[float]) -> float:
-    """Returns the tokens per second after the first one."""
-    return (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
+def stream_rate(arrivals: Sequence[float]) -> float:
+    """Returns the tokens per second of a stream, from the time at which it was sent."""
+    return len(arrivals) / arrivals[-1]
 
 
 def config_of(model: str) -> ModelConfig:

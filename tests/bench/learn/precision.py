@@ -14,8 +14,8 @@ from tandem.tests.bench.learn.local import (
     GREEDY,
     conditions,
     config_of,
-    decode_rate,
     stream_once,
+    stream_rate,
 )
 
 _PROMPT: Final = "Once upon a time, in a village between two rivers,"
@@ -35,14 +35,17 @@ class Precision:
 
     name: str
     megabytes: float  # of the weights
-    tokens_per_s: float  # of one stream, after its first token
+    tokens_per_s: float  # of one stream, with its prompt
     perplexity: float
 
 
 def measure(model: str, *, num_tokens: int, rounds: int, num_characters: int) -> LearnFigure:
     """Loads the model in each precision, decodes a stream `rounds` times, and scores a text."""
     text = "\n".join(topics.values())[:num_characters]
-    found = [_measure(model, *each, text, num_tokens, rounds) for each in _VARIANTS]
+    found = [
+        _measure(model, name, dtype, quantization, text, num_tokens, rounds)
+        for name, dtype, quantization in _VARIANTS
+    ]
     base = found[1]  # bfloat16
     places = range(len(found))
     names = tuple(each.name for each in found)
@@ -57,8 +60,8 @@ def measure(model: str, *, num_tokens: int, rounds: int, num_characters: int) ->
         title="Precision of the weights",
         notes=(
             conditions(model, "bfloat16 beside rounded weights"),
-            f"One stream of {num_tokens} tokens, median of {rounds} rounds; perplexity of the "
-            f"first {len(text):,} characters of Python's reference.",
+            f"One stream of {num_tokens} tokens after a short prompt, median of {rounds} rounds.",
+            f"Perplexity of the first {len(text):,} characters of Python's reference.",
         ),
         heads=("weights", "MB", "tokens/s", "of bfloat16", "perplexity", "of bfloat16"),
         rows=tuple(
@@ -98,7 +101,7 @@ def _measure(
     ) as llm:
         options = Options(**GREEDY, max_tokens=num_tokens)
         # The first round is a warm-up.
-        rates = [decode_rate(stream_once(llm, _PROMPT, options)[1]) for _ in range(rounds + 1)]
+        rates = [stream_rate(stream_once(llm, _PROMPT, options)[1]) for _ in range(rounds + 1)]
         (perplexity,) = llm.perplexity(text, progress=False)
     cost = make_cost(config_of(model), dtype, quantization=quantization)
     return Precision(
