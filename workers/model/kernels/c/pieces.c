@@ -251,7 +251,7 @@ static inline __attribute__((always_inline)) void round_row_int4(uint8_t *to, co
 }
 
 // Like store_kv, for rows of ROW_BYTES that ROUND makes: key, value [tokens, heads, head_dim], strides in elements.
-#define DEFINE_STORE_SCALED(T, NAME, KERNEL, ROW_BYTES, ROUND)                                                                   \
+#define DEFINE_STORE_SCALED(T, NAME, KERNEL, ROW_BYTES, ROUND)                                                         \
     int64_t KERNEL##_##NAME(const Arg *a, int64_t tokens, int64_t item) {                                              \
         const T *key = a[0].p, *value = a[2].p;                                                                        \
         uint8_t *keys = a[4].p, *values = a[5].p;                                                                      \
@@ -261,7 +261,7 @@ static inline __attribute__((always_inline)) void round_row_int4(uint8_t *to, co
         if (item < 0) return ceil_div(tokens, step);                                                                   \
         for (int64_t i = item * step * heads; i < least(tokens, (item + 1) * step) * heads; i++) {                     \
             const T *from[2] = {key + i / heads * key_stride, value + i / heads * value_stride};                       \
-            const int64_t at = row_of_slot(slots[i / heads], i % heads, size, ROW_BYTES(dim), block_bytes);           \
+            const int64_t at = row_of_slot(slots[i / heads], i % heads, size, ROW_BYTES(dim), block_bytes);            \
             uint8_t *to[2] = {keys + at, values + at};                                                                 \
             for (int half = 0; half < 2; half++) {                                                                     \
                 float wide[MAX_HEAD_DIM];                                                                              \
