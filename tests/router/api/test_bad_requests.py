@@ -483,8 +483,8 @@ HTTP_CASES: list[Case] = [
     (
         RESPONSES,
         response(previous_response_id="r"),
-        404,
-        None,
+        400,
+        "previous_response_id",
         "previous_response_id: no response of this id is stored here; send the whole conversation",
     ),
     (RESPONSES, response(input=[{"type": "message", "role": "r"}]), 400, "input[0].role", "'user'"),
