@@ -57,7 +57,7 @@ def kv_cache_command(
     model: Model = _DEMO,
     dtype: Dtype = "bfloat16",
     tokens: Annotated[int, typer.Option(min=2, help="Output tokens.")] = 1000,
-    every: Annotated[int, typer.Option(min=1, help="Compute every Nth token again.")] = 5,
+    every: Annotated[int, typer.Option(min=1, help="Compute every Nth token again.")] = 10,
     out: Out = _OUT,
     as_json: Json = False,
 ) -> None:
