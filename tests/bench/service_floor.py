@@ -10,21 +10,18 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 
+from tandem.cluster.explain.cost import make_cost
+from tandem.cluster.explain.machine import measure_machine
 from tandem.tests.bench.engine.shapes import HF_CONFIGS
 from tandem.workers.engine.config import default_chunk_tokens
 from tandem.workers.model.config import CheckpointError, Fields, ModelConfig
-from tandem.workers.model.costs.inference import InferenceCost, Work, inference_cost
-from tandem.workers.model.costs.measure import measure_floors
+from tandem.workers.model.costs.inference import InferenceCost, Work
 from tandem.workers.model.costs.roofline import Roofline
-from tandem.workers.model.costs.sizes import model_sizes
 from tandem.workers.model.device import DTYPES
 from tandem.workers.model.registry import load_model_config, parse_model_config
-
-CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +41,8 @@ def wave_seconds(cost: InferenceCost, load: Load, device: Roofline) -> float:
     """
     prompt = cost.prefill(load.num_input)
     prompts = Work(prompt.num_bytes, load.concurrency * prompt.flops)
-    steps = (
-        cost.decode(load.num_input + number, load.concurrency)
-        for number in range(1, load.num_output)
-    )
-    return device.seconds(prompts) + sum(device.seconds(step) for step in steps)
+    steps = cost.decodes(load.num_input, load.num_output, load.concurrency)
+    return sum(device.seconds(work) for work in (prompts, *steps))
 
 
 def tokens_per_s(cost: InferenceCost, load: Load, device: Roofline) -> float:
@@ -67,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = _device(options, config)
-    cost = inference_cost(config, model_sizes(config, options.dtype), options.dtype)
+    cost = make_cost(config, options.dtype)
     print(
         f"read {device.bytes_per_s / 1e9:.1f} GB/s, matmul "
         f"{device.flops_per_s / 1e12:.3f} TFLOP/s, {options.dtype}, "
@@ -119,10 +113,10 @@ def _device(options: argparse.Namespace, config: ModelConfig) -> Roofline:
     """Returns the given rates, and measures the others."""
     if options.bandwidth and options.matmul_rate:
         return Roofline(bytes_per_s=options.bandwidth * 1e9, flops_per_s=options.matmul_rate * 1e12)
-    measured = measure_floors(config, DTYPES[options.dtype], CPU, default_chunk_tokens("cpu"))
+    measured = measure_machine(config, options.dtype, default_chunk_tokens("cpu"))
     return Roofline(
         bytes_per_s=(options.bandwidth or 0) * 1e9 or measured.bytes_per_s,
-        flops_per_s=(options.matmul_rate or 0) * 1e12 or measured.matmul_flops_per_s,
+        flops_per_s=(options.matmul_rate or 0) * 1e12 or measured.flops_per_s,
     )
 
 

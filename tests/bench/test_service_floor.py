@@ -2,13 +2,12 @@
 
 import pytest
 
+from tandem.cluster.explain.cost import make_cost
 from tandem.tests.bench.engine.shapes import SHAPES
 from tandem.tests.bench.service_floor import Load, main, tokens_per_s
-from tandem.workers.model.costs.inference import inference_cost
 from tandem.workers.model.costs.roofline import Roofline
-from tandem.workers.model.costs.sizes import model_sizes
 
-COST = inference_cost(SHAPES["tiny"], model_sizes(SHAPES["tiny"], "bfloat16"), "bfloat16")
+COST = make_cost(SHAPES["tiny"], "bfloat16")
 LOAD = Load(concurrency=4, num_input=10, num_output=3)
 AT_ONCE = 1e30  # bytes or products per second: takes no time
 

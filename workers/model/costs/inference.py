@@ -124,9 +124,12 @@ class InferenceCost:
         num_bytes = self._weight_bytes(batch) + batch * (self._read_bytes(context) + states)
         return Work(int(num_bytes), int(batch * flops))
 
-    def decodes(self, num_prompt: int, num_output: int) -> list[Work]:
-        """Returns the work of the steps after the first token, which the prefill computes."""
-        return [self.decode(num_prompt + number) for number in range(1, num_output)]
+    def decodes(self, num_prompt: int, num_output: int, batch: int = 1) -> list[Work]:
+        """Returns the work of the steps after the first token, which the prefill computes.
+
+        In each step `batch` sequences of the same lengths decode.
+        """
+        return [self.decode(num_prompt + number, batch) for number in range(1, num_output)]
 
     def without_cache(self, num_prompt: int, num_output: int) -> list[Work]:
         """Returns the work of each token if nothing were kept: a prefill of all tokens before it.
