@@ -155,6 +155,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.service_url": ("cluster.serve", "router.client"),
         "cluster.eval": ("cluster.text_files", "router.client"),
         "cluster.bench": ("cluster: tables text_files", "router.client"),
+        "cluster.sim": ("workers: engine",),
         "cluster.local": (
             "cluster: config eval settings store tables text_files",
             "router: *",
@@ -200,7 +201,7 @@ for _targets in ARROWS.values():
 # Which folders, with those below them, alone may import a library, or which may not.
 ONLY_IN = {"ray": {"cluster.serve"}}
 NOT_IN = {
-    "torch": {"proto", "workers.engine", "router", ""},
+    "torch": {"proto", "workers.engine", "router", "cluster.sim", ""},
     "transformers": {"proto", "workers.engine", ""},
     "grpc": {"workers.engine", "workers.model"},
     "grpc_health": {"workers.engine", "workers.model"},

@@ -1,0 +1,1 @@
+"""Simulates a service on a virtual clock. Imports neither Ray nor torch."""

@@ -1,0 +1,185 @@
+"""Predicts the time of a service's work: steps of workers, requests at routers, KV transfers.
+
+Pure arithmetic on numbers that `tandem plan measure` fits. Knows nothing of models or devices.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import combinations
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...workers.engine.plan import StepPlan
+
+_MARGIN: Final = 1.05
+"""How far work may exceed the measured work: tokens of a measured grid seldom end at its bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Holds the amounts of a step that decide its time."""
+
+    sequences: int = 0
+    context_tokens: int = 0  # that decodes read: the sum of their contexts
+    prompt_tokens: int = 0
+    # The number of (query, key) pairs of prompts: the sum of prompt tokens x their mean context.
+    prompt_context: int = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Self:
+        """Returns the work of an engine's step. A draft token counts as a decode."""
+        context = tokens = pairs = 0
+        for step in plan.sequences:
+            num_tokens = len(step.token_ids)
+            seen = num_tokens * step.start + num_tokens * (num_tokens + 1) // 2
+            if num_tokens > 1 + step.num_draft:
+                tokens += num_tokens
+                pairs += seen
+            else:
+                context += seen
+        return cls(
+            sequences=len(plan.sequences),
+            context_tokens=context,
+            prompt_tokens=tokens,
+            prompt_context=pairs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Predicts the seconds of a step as a sum of non-negative terms."""
+
+    fixed: float  # of every step: the weights and the host
+    each_sequence: float
+    each_context_token: float
+    each_prompt_token: float
+    each_prompt_context: float
+    # The greatest measured amounts. None: the costs are arithmetic, and hold for any work.
+    measured: StepWork | None = None
+
+    def seconds(self, work: StepWork) -> float:
+        """Returns the predicted time of a step."""
+        return (
+            self.fixed
+            + self.each_sequence * work.sequences
+            + self.each_context_token * work.context_tokens
+            + self.each_prompt_token * work.prompt_tokens
+            + self.each_prompt_context * work.prompt_context
+        )
+
+    def outside(self, work: StepWork) -> list[str]:
+        """Returns the amounts of the work for which the prediction is not measured, as text."""
+        if self.measured is None:
+            return []
+        return [
+            f"{each.name.replace('_', ' ')}: {amount:,}, measured up to {most:,}"
+            for each, amount, most in zip(
+                fields(work), astuple(work), astuple(self.measured), strict=True
+            )
+            if amount > _MARGIN * most
+        ]
+
+    def scaled(self, factor: float) -> "StepCosts":
+        """Returns the costs of steps that take `factor` times as long."""
+        terms = {name: factor * getattr(self, name) for name in _TERMS}
+        return replace(self, **terms)
+
+
+_TERMS: Final = tuple(each.name for each in fields(StepCosts) if each.name != "measured")
+
+
+class StepSample(NamedTuple):
+    """Holds a measured step."""
+
+    work: StepWork
+    seconds: float
+
+
+class StepFit(NamedTuple):
+    """Holds fitted costs and the relative errors of predictions for steps left out of the fit."""
+
+    costs: StepCosts
+    errors: tuple[float, ...]  # of each sample, by costs fitted to the others; above 0: too long
+
+    @property
+    def mean_error(self) -> float:
+        """Returns the mean of the absolute leave-one-out errors."""
+        return statistics.fmean(map(abs, self.errors))
+
+    @property
+    def worst_error(self) -> float:
+        return max(map(abs, self.errors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceCosts:
+    """Predicts the times of a service's parts, in seconds."""
+
+    prefill: StepCosts  # of a worker of the prefill pool
+    decode: StepCosts  # of a worker of the decode pool, which also prefills without a prefill pool
+    router_seconds_per_request: float = 0.0
+    router_seconds_per_token: float = 0.0  # of output
+    transfer_seconds: float = 0.0  # of a KV transfer without bytes
+    transfer_bytes_per_second: float = float("inf")
+    # How much longer a step takes while the workers beside it on the same cores are busy.
+    contention: float = 1.0
+
+    def scaled(self, factor: float) -> "ServiceCosts":
+        """Returns the costs if every step takes `factor` times as long."""
+        return replace(self, prefill=self.prefill.scaled(factor), decode=self.decode.scaled(factor))
+
+
+def fit_steps(samples: Sequence[StepSample]) -> StepFit:
+    """Fits costs to measured steps, so that the relative errors are small.
+
+    Raises ValueError for fewer samples than terms.
+    """
+    if len(samples) < len(_TERMS) + 1:
+        raise ValueError(f"needs at least {len(_TERMS) + 1} measured steps, got {len(samples)}")
+    rows = np.array([[1.0, *astuple(each.work)] for each in samples])  # [samples, terms]
+    seconds = np.array([each.seconds for each in samples])
+    rows /= seconds[:, None]
+    errors = []
+    for index in range(len(samples)):
+        others = np.delete(rows, index, axis=0)
+        errors.append(float(rows[index] @ nonnegative_least_squares(others, _ones(others)) - 1))
+    found = nonnegative_least_squares(rows, _ones(rows))
+    measured = {
+        each.name: max(getattr(sample.work, each.name) for sample in samples)
+        for each in fields(StepWork)
+    }
+    costs = StepCosts(
+        **dict(zip(_TERMS, map(float, found), strict=True)), measured=StepWork(**measured)
+    )
+    return StepFit(costs, tuple(errors))
+
+
+def nonnegative_least_squares(
+    rows: NDArray[np.float64], targets: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Returns x >= 0 [terms] for which rows @ x is closest to `targets`.
+
+    The solution is the plain least squares solution of the terms that are above 0 in it. With few
+    terms, every subset can be tried.
+    """
+    num_terms = rows.shape[1]
+    scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(np.float64).tiny)
+    best = np.zeros(num_terms)
+    least = float(targets @ targets)
+    for size in range(1, num_terms + 1):
+        for chosen in map(list, combinations(range(num_terms), size)):
+            part = rows[:, chosen] / scale[chosen]
+            solution = np.linalg.lstsq(part, targets, rcond=None)[0]
+            error = float(((part @ solution - targets) ** 2).sum())
+            if solution.min() >= 0 and error < least:
+                least = error
+                best = np.zeros(num_terms)
+                best[chosen] = solution / scale[chosen]
+    return best
+
+
+def _ones(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.ones(len(rows))
