@@ -20,7 +20,7 @@ THIS_MACHINE: Final = "this machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
+class WorkReport:
     """Holds the work of one step, or of several together."""
 
     flops: int
@@ -28,7 +28,7 @@ class StepWork:
     flops_per_byte: float
 
     @classmethod
-    def of(cls, work: Work) -> "StepWork":
+    def of(cls, work: Work) -> "WorkReport":
         """Returns the report of some work."""
         return cls(flops=work.flops, num_bytes=work.num_bytes, flops_per_byte=work.intensity)
 
@@ -66,11 +66,11 @@ class CostReport:
     state_bytes: int  # of one sequence
     kv_bytes: int  # of the whole sequence at its end
     kv_bytes_without_windows: int
-    prefill: StepWork
-    first_decode: StepWork  # of the whole batch, as `last_decode`
-    last_decode: StepWork
-    with_cache: StepWork  # prefill and all decode steps of one sequence
-    without_cache: StepWork
+    prefill: WorkReport
+    first_decode: WorkReport  # of the whole batch, as `last_decode`
+    last_decode: WorkReport
+    with_cache: WorkReport  # prefill and all decode steps of one sequence
+    without_cache: WorkReport
     floors: tuple[Floor, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def cost_report(
         state_bytes=cost.layout.bytes_per_state,
         kv_bytes=cost.kv_bytes(end),
         kv_bytes_without_windows=end * cost.kv_bytes_per_token + cost.layout.bytes_per_state,
-        prefill=StepWork.of(cached[0]),
-        first_decode=StepWork.of(first),
-        last_decode=StepWork.of(last),
-        with_cache=StepWork.of(total(cached)),
-        without_cache=StepWork.of(total(recomputed)),
+        prefill=WorkReport.of(cached[0]),
+        first_decode=WorkReport.of(first),
+        last_decode=WorkReport.of(last),
+        with_cache=WorkReport.of(total(cached)),
+        without_cache=WorkReport.of(total(recomputed)),
         floors=tuple(
             Floor(
                 device=name,
@@ -191,7 +191,7 @@ def work_table(report: CostReport) -> Table:
     table = make_table("step", numbers=["products", "bytes moved", "FLOP/B"])
     last = report.prompt_tokens + max(report.output_tokens - 1, 1)
     of_batch = f", batch {report.batch}" if report.batch > 1 else ""
-    rows: Sequence[tuple[str, StepWork]] = (
+    rows: Sequence[tuple[str, WorkReport]] = (
         (f"prefill of {report.prompt_tokens:,} tokens", report.prefill),
         (f"decode at {report.prompt_tokens + 1:,} tokens{of_batch}", report.first_decode),
         (f"decode at {last:,} tokens{of_batch}", report.last_decode),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from ...proto.errors import InvalidArgument
-from .cost import StepWork, summary
+from .cost import WorkReport, summary
 from .record import Explanation, Step, TokenCandidate
 from .text import percent, prefill_text, shape, total_lines
 from .units import amount, milliseconds
@@ -109,7 +109,7 @@ def _stages(found: Explanation) -> str:
 
 def _work(found: Explanation) -> str:
     cost = found.cost
-    rows: tuple[tuple[str, StepWork], ...] = (
+    rows: tuple[tuple[str, WorkReport], ...] = (
         ("prefill", cost.prefill),
         ("first decode step", cost.first_decode),
         ("last decode step", cost.last_decode),
