@@ -135,6 +135,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.certificate": (),
         "cluster.tables": (),
         "cluster.text_files": ("router.json_lines",),
+        "cluster.traces": ("router.json_lines",),
         "cluster.chat_template": ("cluster.text_files",),
         "cluster.given_keys": ("router.auth",),
         "cluster.settings": ("cluster.given_keys",),

@@ -1,0 +1,1 @@
+"""Reads traces of requests, and makes their prompts."""
