@@ -155,7 +155,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.service_url": ("cluster.serve", "router.client"),
         "cluster.eval": ("cluster.text_files", "router.client"),
-        "cluster.bench": ("cluster: tables text_files", "router.client"),
+        "cluster.bench": ("cluster: tables text_files traces", "router.client"),
         "cluster.sim": ("workers: engine",),
         "cluster.local": (
             "cluster: config eval settings store tables text_files",

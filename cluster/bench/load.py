@@ -11,22 +11,26 @@ from .metrics import RequestFailed, RequestRecord, Summary, summarize
 from .options import BenchOptions, LoadOptions, ServerAddress
 from .target import StreamCompletion, open_target
 from .threads import ThreadTimes
-from .workload import BenchPrompt, Prompts, arrival_offsets
+from .workload import BenchPrompt, Prompts
 
 _WARMUP_CONCURRENCY = 8
 
 
 async def run_bench(
-    options: BenchOptions, report: Callable[[ServerAddress, int, Summary], None]
+    options: BenchOptions,
+    report: Callable[[ServerAddress, int, Summary], None],
+    announce: Callable[[str], object] = lambda _line: None,
 ) -> list[list[Summary]]:
     """Measures the servers in turn; returns the rounds of each.
 
     All servers get the same arrival times and prompts of the same lengths, but never the same
     random prompts: if two URLs belong to one service, its prefix cache would favour the second.
-    Calls `report` after each round. Raises InvalidArgument for an invalid file, and Unavailable if
-    a server answers no warm-up request.
+    Calls `announce` with a line about a trace, and `report` after each round. Raises
+    InvalidArgument for an invalid file, and Unavailable if a server answers no warm-up request.
     """
     prompts = Prompts(options.workload)
+    if prompts.description:
+        announce(f"trace: {prompts.description}")
     addresses = options.addresses
     async with AsyncExitStack() as stack:
         targets = [
@@ -43,8 +47,9 @@ async def run_bench(
                 zip(addresses, targets, rounds, strict=True)
             ):
                 own = prompts.of_round(number * len(targets) + turn, options.load)
+                times = prompts.arrivals(options.load, options.workload.seed + number)
                 before = ThreadTimes.take()
-                records = await send_load(target, own, options.load, options.workload.seed + number)
+                records = await send_load(target, own, options.load, times)
                 busy = ThreadTimes.take().count_busy(before)
                 summaries.append(replace(summarize(records, options.slo), busy_threads=busy))
                 report(address, number, summaries[-1])
@@ -52,14 +57,18 @@ async def run_bench(
 
 
 async def send_load(
-    target: StreamCompletion, prompts: Iterator[BenchPrompt], load: LoadOptions, seed: int
+    target: StreamCompletion,
+    prompts: Iterator[BenchPrompt],
+    load: LoadOptions,
+    arrivals: Iterator[float] | None = None,
 ) -> list[RequestRecord]:
     """Sends one round, at least one request, and waits for every response.
 
-    Each request has at most `load.timeout` seconds.
+    `arrivals`: the times of an open loop, in seconds after its start; None: a closed loop. Each
+    request has at most `load.timeout` seconds.
     """
-    if load.rate is not None:
-        return await _open_loop(target, prompts, arrival_offsets(load.rate, seed), load)
+    if arrivals is not None:
+        return await _open_loop(target, prompts, arrivals, load)
     return await _closed_loop(target, prompts, load)
 
 

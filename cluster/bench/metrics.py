@@ -25,6 +25,8 @@ RATES: Final = (
     "slo_attainment",
 )
 _QUANTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+LATE_SECONDS: Final = 0.05
+"""A request that is sent so long after its planned time counts as late."""
 _MAX_DETAIL: Final = 200  # characters of a server's error text
 _TAIL: Final = {"p99.9": 99.9}  # only of gaps, which are numerous enough
 
@@ -88,9 +90,10 @@ class FailureCount:
 class Summary:
     """Holds the metrics of one round.
 
-    `figures` holds the RATES (goodput and slo_attainment only under an SLO), `late_ms`, and {mean,
-    p50, p90, p99, max} of each of LATENCIES as `mean_ttft_ms` and so on, for gaps also
-    `p99.9_itl_ms`. Latencies that no request had are absent.
+    `figures` holds the RATES (goodput and slo_attainment only under an SLO), `late_ms` and
+    `late_sends` (of open loops), and {mean, p50, p90, p99, max} of each of LATENCIES as
+    `mean_ttft_ms` and so on, for gaps also `p99.9_itl_ms`. Latencies that no request had are
+    absent.
     """
 
     duration: float  # seconds
@@ -118,6 +121,7 @@ def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Sum
         "output_throughput": output_tokens / duration,
         "total_throughput": (prompt_tokens + output_tokens) / duration,
         "late_ms": 1000 * max(record.late for record in records),
+        "late_sends": sum(record.late > LATE_SECONDS for record in records),
     }
     if slo:
         good = sum(meets(record, slo) for record in records)
@@ -180,7 +184,9 @@ def medians(rounds: Sequence[Summary]) -> dict[str, float]:
 def ratios(ours: Mapping[str, float], peers: Mapping[str, float]) -> dict[str, float]:
     """Returns ours / peers for the metrics that both have, except where the peer's value is 0."""
     return {
-        name: ours[name] / peers[name] for name in ours if peers.get(name) and name != "late_ms"
+        name: ours[name] / peers[name]
+        for name in ours
+        if peers.get(name) and not name.startswith("late_")
     }
 
 

@@ -8,8 +8,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ...proto.errors import InvalidArgument
+from ..traces.read import UNSCALED, TraceScale
 
-WORKLOADS: Final = ("random", "shared-prefix", "file")
+WORKLOADS: Final = ("random", "shared-prefix", "file", "trace")
 SCHEMES: Final = ("grpc", "grpcs", "http", "https")
 SLO_FIGURES: Final = ("ttft", "tpot", "e2e")
 DEFAULT_NUM_PROMPTS: Final = 100
@@ -38,17 +39,22 @@ class Workload:
     output_len: int = 128  # tokens to generate; with a file: for lines without max_tokens
     vocab_size: int = 8_192  # upper bound of random token ids
     file: Path | None = None
+    trace: Path | None = None  # gives the lengths, the shared prefixes and the times
+    trace_scale: TraceScale = UNSCALED
     ignore_eos: bool = True
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Describes when and how many requests are sent; one of `concurrency` and `rate` is set."""
+    """Describes when and how many requests are sent.
+
+    One of `concurrency` and `rate` is set, except with a trace, which has its own times.
+    """
 
     concurrency: int | None = None  # closed loop: requests in progress at any time
     rate: float | None = None  # open loop: requests/s, Poisson arrivals
-    # In one round; None: all that fit into `seconds`, or all in the file.
+    # In one round; None: all that fit into `seconds`, or all in the file or trace.
     num_prompts: int | None = DEFAULT_NUM_PROMPTS
     seconds: float | None = None  # after which no request of a round starts
     warmup: int = 1  # requests to each server before the first round, not measured
@@ -107,9 +113,13 @@ def check_options(options: BenchOptions) -> BenchOptions:
     """Returns the same options. Raises InvalidArgument for the first one out of bounds."""
     load = options.load
     workload = options.workload
-    if (load.concurrency is None) == (load.rate is None):
+    is_trace = workload.trace is not None
+    if is_trace and (load.concurrency, load.rate) != (None, None):
+        raise InvalidArgument("has its own times; give neither --concurrency nor --rate", "--trace")
+    if not is_trace and (load.concurrency is None) == (load.rate is None):
         raise InvalidArgument("give either --concurrency or --rate", "load")
-    if load.num_prompts is None and load.seconds is None and workload.file is None:
+    has_end = workload.file is not None or is_trace
+    if load.num_prompts is None and load.seconds is None and not has_end:
         raise InvalidArgument("give --num-prompts or --seconds", "load")
     shared = workload.kind == "shared-prefix"
     bounds: tuple[tuple[str, float | None, float, float], ...] = (
@@ -125,6 +135,7 @@ def check_options(options: BenchOptions) -> BenchOptions:
         ("--prefix-len", workload.prefix_len, 1 if shared else 0, _MAX_COUNT),
         ("--vocab-size", workload.vocab_size, 2, 2**31),
         ("--seed", workload.seed, 0, 2**63),
+        ("--speed", workload.trace_scale.speed, 1e-6, 1e6),
     )
     for option, number, low, high in bounds:
         if number is not None and not low <= number <= high:
@@ -135,4 +146,8 @@ def check_options(options: BenchOptions) -> BenchOptions:
         raise InvalidArgument("needs --workload shared-prefix", "--prefix-len")
     if (workload.file is not None) != (workload.kind == "file"):
         raise InvalidArgument("--workload file and --file must be given together", "--file")
+    if is_trace != (workload.kind == "trace"):
+        raise InvalidArgument("--workload trace and --trace must be given together", "--trace")
+    if not is_trace and workload.trace_scale != UNSCALED:
+        raise InvalidArgument("--length-scale and --speed need --trace", "--trace")
     return options

@@ -7,7 +7,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from ..tables import make_table
-from .metrics import LATENCIES, RATES, Summary, medians, ratios
+from .metrics import LATE_SECONDS, LATENCIES, RATES, Summary, medians, ratios
 from .options import BenchOptions, ServerAddress
 
 STATISTICS: Final = ("mean", "p50", "p90", "p99", "p99.9", "max")
@@ -28,11 +28,13 @@ _TITLES: Final = {
 
 
 def to_json(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> dict[str, Any]:
-    """Returns the options, the rounds, the medians of the metrics, and the ratios to a peer."""
+    """Returns the options, the rounds, the medians of the metrics, and the ratios to a peer.
+
+    Paths and fractions are for `json.dumps(..., default=str)`.
+    """
     middles = [medians(rounds) for rounds in measured]
     return {
-        "workload": asdict(options.workload)
-        | {"file": str(options.workload.file) if options.workload.file else None},
+        "workload": asdict(options.workload),
         "load": asdict(options.load),
         "slo_ms": dict(options.slo),
         "servers": [
@@ -101,6 +103,8 @@ def _rates(figures: Mapping[str, float], slo: Mapping[str, float]) -> Table:
             table.add_row(_UNITS[name] + limits.get(name, ""), _number(figures[name]))
     if figures["late_ms"]:
         table.add_row("latest send after its planned time, ms", _number(figures["late_ms"]))
+        late = f"sends more than {1000 * LATE_SECONDS:g} ms after their planned time"
+        table.add_row(late, f"{figures['late_sends']:g}")
     return table
 
 

@@ -8,6 +8,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from ..text_files import parse_lines, read_text
+from ..traces.prompts import describe_trace, prompt_ids
+from ..traces.read import read_trace
 from .options import LoadOptions, Workload
 
 # Streams of random numbers of one seed; each round has another stream from _ROUNDS on.
@@ -29,8 +31,9 @@ class Prompts:
     """Generates the prompts of a benchmark; the same seed gives the same prompts."""
 
     def __init__(self, workload: Workload) -> None:
-        """Reads the workload's file, if any. Raises InvalidArgument that names file and line."""
+        """Reads the workload's file or trace. Raises InvalidArgument that names file and line."""
         self._workload = workload
+        self._trace = read_trace(workload.trace, workload.trace_scale) if workload.trace else []
         self._lines: list[BenchPrompt] = []
         if (path := workload.file) is not None:
             self._lines = [
@@ -40,6 +43,11 @@ class Prompts:
                 for each in parse_lines(read_text(path, "--file"), path, BenchPrompt)
             ]
 
+    @property
+    def description(self) -> str:
+        """Returns one line about the trace; empty for other workloads."""
+        return describe_trace(self._trace) if self._trace else ""
+
     def warmup(self) -> Iterator[BenchPrompt]:
         """Yields prompts without end; only prompts of a file occur also in the rounds."""
         return self._endless(_WARMUP)
@@ -48,12 +56,27 @@ class Prompts:
         """Returns the prompts of round `number`, from 0; random ones differ in each round.
 
         If their number is known, they are generated before the round begins and take none of its
-        time.
+        time. Those of a trace, which would take much memory, are generated one before its turn.
         """
+        if self._trace:
+            return itertools.islice(self._replayed(_ROUNDS + number), load.num_prompts)
         endless = self._endless(_ROUNDS + number)
         if load.num_prompts is None:
             return endless if load.seconds is not None else iter(self._lines)
         return iter(list(itertools.islice(endless, load.num_prompts)))
+
+    def arrivals(self, load: LoadOptions, seed: int) -> Iterator[float] | None:
+        """Returns the times of an open loop, in seconds after its start; None for a closed loop."""
+        if self._trace:
+            return (request.time for request in self._trace)
+        return None if load.rate is None else arrival_offsets(load.rate, seed)
+
+    def _replayed(self, stream: int) -> Iterator[BenchPrompt]:
+        workload = self._workload
+        for index, request in enumerate(self._trace):
+            own = () if request.block_hashes else (index,)
+            ids = prompt_ids(request, workload.vocab_size, (workload.seed, stream, *own))
+            yield BenchPrompt(prompt=ids, max_tokens=request.output_length)
 
     def _endless(self, stream: int) -> Iterator[BenchPrompt]:
         if self._lines:

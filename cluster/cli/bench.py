@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -23,6 +24,7 @@ from ..bench.options import (
 from ..service_url import ServiceAccess
 from ..tables import table_console
 from ..text_files import write_text
+from ..traces.read import TraceScale, parse_scale
 from . import options as o
 
 if TYPE_CHECKING:
@@ -46,6 +48,10 @@ goodput     requests/s that complete within every limit of --slo; a failure
             is a miss; slo_attainment is their share of all requests
 quantiles   over all values of a round, interpolated; several rounds: the
             median of each figure over the rounds
+
+Prompts of a trace are token ids, so their lengths are exact: each hash_id stands
+for one block of random ids. A request that does not fit the model's context fails.
+A request is late if it is sent 50 ms or more after its planned time.
 
 Latencies are of completed requests. Over HTTP, events that arrive in one read have one time.
 Tokens are counted by the server (usage); without usage, a chunk is a token. A request fails if its
@@ -90,7 +96,7 @@ def bench(
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            help="Requests in a round; by default until --seconds, or the file once, or "
+            help="Requests in a round; by default until --seconds, or the file or trace once, or "
             f"{DEFAULT_NUM_PROMPTS}."
         ),
     ] = None,
@@ -104,7 +110,22 @@ def bench(
     timeout: Annotated[
         float, typer.Option(help="The maximum of seconds for one request; a longer one fails.")
     ] = 300.0,
-    workload: Annotated[str, typer.Option(help="random, shared-prefix or file.")] = "random",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay a trace in Mooncake's or Azure's form, which may be a .gz file: its times "
+            "(open loop), lengths and, with hash_ids, shared prefixes."
+        ),
+    ] = None,
+    length_scale: Annotated[
+        str, typer.Option(help="Scale of a trace's lengths and blocks, such as 1/8.")
+    ] = "1",
+    speed: Annotated[
+        float, typer.Option(help="Speed of a trace: 0.05 sends its requests 20 times as slowly.")
+    ] = 1.0,
+    workload: Annotated[
+        str, typer.Option(help="random, shared-prefix, file or trace; by default as given.")
+    ] = "",
     input_len: Annotated[int, typer.Option(help="Random tokens of a prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     prefix_len: Annotated[
@@ -135,9 +156,16 @@ def bench(
     addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
     prompts = Workload(
-        kind=workload, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed, **lengths
+        kind=workload or ("random" if trace is None else "trace"),
+        vocab_size=vocab_size,
+        file=file,
+        trace=trace,
+        trace_scale=TraceScale(lengths=parse_scale(length_scale), speed=speed),
+        ignore_eos=ignore_eos,
+        seed=seed,
+        **lengths,
     )
-    if num_prompts is None and seconds is None and file is None:
+    if num_prompts is None and seconds is None and file is None and trace is None:
         num_prompts = DEFAULT_NUM_PROMPTS
     load = LoadOptions(
         concurrency=concurrency,
@@ -176,8 +204,8 @@ def _run(options: BenchOptions, json_to: str) -> None:
     file = None if json_to in ("", "-") else Path(json_to)
     if file:
         write_text(file, "", "--json", "a")  # fails here, not after a long measurement
-    measured = asyncio.run(run_bench(options, report_round))
-    results = json.dumps(to_json(options, measured), indent=2)
+    measured = asyncio.run(run_bench(options, report_round, partial(typer.echo, err=True)))
+    results = json.dumps(to_json(options, measured), indent=2, default=str)
     if file:
         write_text(file, results + "\n", "--json")
     if json_to == "-":

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from ...proto.errors import InvalidArgument
 from ...router.json_lines import number_lines
@@ -73,6 +73,9 @@ class TraceScale:
         )
 
 
+UNSCALED: Final = TraceScale()
+
+
 def parse_scale(text: str) -> Fraction:
     """Parses a scale of lengths, such as 1/8 or 0.125. Raises InvalidArgument."""
     try:
@@ -84,7 +87,7 @@ def parse_scale(text: str) -> Fraction:
     return scale
 
 
-def read_trace(path: Path, scale: TraceScale | None = None) -> list[TracedRequest]:
+def read_trace(path: Path, scale: TraceScale = UNSCALED) -> list[TracedRequest]:
     """Returns the requests of a trace in the order of their times, the first one at 0.
 
     Finds the format by the first character; `path` may name a gzip file. Raises InvalidArgument,
@@ -96,7 +99,6 @@ def read_trace(path: Path, scale: TraceScale | None = None) -> list[TracedReques
     if not requests:
         raise InvalidArgument("has no requests", f"{OPTION}: {path}")
     start = requests[0].time
-    scale = scale or TraceScale()
     return [scale.apply(replace(request, time=request.time - start)) for request in requests]
 
 
@@ -120,7 +122,7 @@ class MooncakeLine(BaseModel):
     timestamp: Annotated[float, Field(ge=0, le=_MAX_MS)]
     input_length: Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
     output_length: Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
-    hash_ids: tuple[int, ...] = ()
+    hash_ids: tuple[NonNegativeInt, ...] = ()
     # Tokens of a block; not in Mooncake's own traces.
     block_size: PositiveInt = MOONCAKE_BLOCK_TOKENS
 

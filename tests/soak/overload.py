@@ -142,7 +142,9 @@ async def overload(
         load = LoadOptions(rate=rate, num_prompts=None, seconds=seconds, timeout=options.timeout)
         sent.append(
             asyncio.create_task(
-                send_load(target, prompts.of_round(number, load), load, seed=number)
+                send_load(
+                    target, prompts.of_round(number, load), load, prompts.arrivals(load, number)
+                )
             )
         )
         bounds.append(bounds[-1] + seconds)

@@ -74,7 +74,7 @@ async def send_all(
 ) -> list[RequestRecord]:
     """Sends requests, `concurrency` at a time. Raises RuntimeError if one fails."""
     load = LoadOptions(concurrency=concurrency, num_prompts=len(prompts))
-    return checked(await send_load(target, iter(prompts), load, 0))
+    return checked(await send_load(target, iter(prompts), load))
 
 
 def checked(records: list[RequestRecord]) -> list[RequestRecord]:

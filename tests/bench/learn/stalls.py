@@ -175,7 +175,7 @@ async def _streams(
     sent = LoadOptions(
         concurrency=load.num_streams, num_prompts=None, seconds=seconds, timeout=_TIMEOUT
     )
-    return checked(await send_load(target, prompts, sent, 0))
+    return checked(await send_load(target, prompts, sent))
 
 
 async def _long_prompts(
@@ -183,7 +183,7 @@ async def _long_prompts(
 ) -> list[RequestRecord]:
     prompts = _endless(load.vocab_size, load.long_tokens, _AFTER_LONG, "long")
     sent = LoadOptions(concurrency=1, num_prompts=None, seconds=seconds, timeout=_TIMEOUT)
-    return checked(await send_load(target, prompts, sent, 0))
+    return checked(await send_load(target, prompts, sent))
 
 
 def _endless(vocab_size: int, num_tokens: int, max_tokens: int, seed: str) -> Iterator[BenchPrompt]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -283,6 +283,62 @@ async def test_an_open_loop_sends_at_the_planned_times(start: Start) -> None:
         planned[-1] - planned[0], abs=0.1
     )
     assert summary.figures["late_ms"] < 100
+
+
+TRACE = """\
+{"timestamp": 0, "input_length": 40, "output_length": 2, "hash_ids": [5, 6, 7], "block_size": 16}
+{"timestamp": 300, "input_length": 33, "output_length": 2, "hash_ids": [5, 6, 8], "block_size": 16}
+{"timestamp": 100, "input_length": 16, "output_length": 1, "hash_ids": [6], "block_size": 16}
+"""
+
+
+async def test_a_trace_is_replayed(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(TRACE)
+    server = await start()
+    code, out, err = await run_cli(
+        *("--url", server.url, "--trace", str(path), "--length-scale", "1/2", "--speed", "0.5"),
+        *("--warmup", "0", "--slo", "ttft=60000", "--json", "-"),
+    )
+    assert (code, err) == (
+        0,
+        "trace: 3 requests in 1 s, mean 15 tokens in and 1 out, 43% of the blocks repeat an "
+        "earlier one\n",
+    )
+    assert [len(body["prompt"]) for body in server.bodies] == [20, 8, 17]
+    assert [body["max_tokens"] for body in server.bodies] == [1, 1, 1]
+    first, second, third = (body["prompt"] for body in server.bodies)
+    assert first[:16] == third[:16]
+    assert first[8:16] == second
+    assert first[16] != third[16]
+    offsets = [at - server.arrivals[0] for at in server.arrivals]
+    assert offsets == pytest.approx([0.0, 0.2, 0.6], abs=0.1)
+    found = json.loads(out)
+    assert found["workload"]["trace_scale"] == {"lengths": "1/2", "speed": 0.5}
+    figures = found["servers"][0]["rounds"][0]["figures"]
+    assert figures["slo_attainment"] == 1
+    assert figures["late_sends"] == 0
+
+
+async def test_a_trace_without_hashes_over_grpc(
+    grpc_service: tuple[str, FakeTokenSource], tmp_path: Path
+) -> None:
+    url, source = grpc_service
+    path = tmp_path / "trace.csv"
+    rows = ["2023-11-16 18:17:03,30,3", "2023-11-16 18:17:03.1,30,4", "2023-11-16 18:17:33,9,5"]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    asked = options(url, concurrency=None, num_prompts=None, seconds=20.0)
+    workload = Workload(kind="trace", trace=path, vocab_size=200)
+    lines: list[str] = []
+    ((summary,),) = await run_bench(
+        replace(asked, workload=workload), lambda _address, _number, _summary: None, lines.append
+    )
+    assert summary.num_requests == summary.num_completed == 2  # the third is after `seconds`
+    assert lines[0].endswith("without hashes of blocks, so no two prompts share a prefix")
+    prompts = [list(request.submit.token_ids) for request in source.requests]
+    assert [len(prompt) for prompt in prompts] == [30, 30]
+    assert prompts[0][:4] != prompts[1][:4]
+    assert [request.submit.max_tokens for request in source.requests] == [3, 4]
 
 
 async def test_a_closed_loop_keeps_to_its_concurrency_and_its_seconds(start: Start) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,9 +22,17 @@ from tandem.cluster.bench.metrics import (
     ratios,
     summarize,
 )
-from tandem.cluster.bench.options import LoadOptions, Workload, parse_address, parse_slo
+from tandem.cluster.bench.options import (
+    BenchOptions,
+    LoadOptions,
+    Workload,
+    check_options,
+    parse_address,
+    parse_slo,
+)
 from tandem.cluster.bench.threads import ThreadTimes
 from tandem.cluster.bench.workload import BenchPrompt, Prompts, arrival_offsets
+from tandem.cluster.traces.read import TraceScale
 from tandem.proto.errors import InvalidArgument
 
 
@@ -96,7 +105,7 @@ def test_a_round_without_an_answer_has_no_latencies() -> None:
         "goodput",
         "slo_attainment",
     }
-    assert summary.figures == dict.fromkeys([*rates, "late_ms"], 0)
+    assert summary.figures == dict.fromkeys([*rates, "late_ms", "late_sends"], 0)
 
 
 def test_goodput_counts_what_meets_every_limit() -> None:
@@ -252,3 +261,33 @@ def test_a_thread_is_busy_from_a_quarter_of_a_core_on() -> None:
     # (2, 9) is new.
     after = ThreadTimes(14.0, {(1, 1): 6.0, (1, 2): 4.0, (2, 9): 1.1, (3, 3): 70.9}, names)
     assert after.count_busy(before) == {"server": 3}
+
+
+TRACED = {"kind": "trace", "trace": Path("x")}
+ONE_CALLER = {"concurrency": 1}
+
+
+@pytest.mark.parametrize(
+    ("workload", "load", "words"),
+    [
+        (TRACED, {"rate": 1.0}, "--trace: has its own times; give neither"),
+        (TRACED, ONE_CALLER, "--trace: has its own times; give neither"),
+        (TRACED | {"trace_scale": TraceScale(speed=0.0)}, {}, "--speed: must be from 1e-06"),
+        (TRACED | {"kind": "random"}, {}, "--workload trace and --trace must be given together"),
+        ({"kind": "trace"}, ONE_CALLER, "--workload trace and --trace must be given together"),
+        ({"trace_scale": TraceScale(speed=2.0)}, ONE_CALLER, "--length-scale and --speed need"),
+    ],
+)
+def test_the_options_of_a_trace_are_checked(
+    workload: dict[str, Any], load: dict[str, Any], words: str
+) -> None:
+    asked = BenchOptions(addresses=[], workload=Workload(**workload), load=LoadOptions(**load))
+    with pytest.raises(InvalidArgument) as caught:
+        check_options(asked)
+    assert words in str(caught.value)
+
+
+def test_a_trace_needs_no_other_load() -> None:
+    load = LoadOptions(num_prompts=None)
+    asked = BenchOptions(addresses=[], workload=Workload(**TRACED), load=load)
+    assert check_options(asked) is asked
