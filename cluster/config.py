@@ -157,6 +157,15 @@ class RouterConfig(BaseModel):
     max_connections_per_address: int = Field(
         default=MAX_CONNECTIONS_PER_ADDRESS, ge=1, le=1_048_576
     )
+    # A file on each router's node that gets a line for each request, in Mooncake's form: its time,
+    # its lengths and the hashes of its prompt's blocks, never its text.
+    trace_file: AbsolutePath | None = None
+    trace_max_mb: float = Field(default=1_000.0, ge=0.001, le=1_000_000)  # then it gets no more
+    trace_block_tokens: int = Field(default=512, ge=1, le=1_048_576)  # Mooncake's blocks have 512
+    # Of the hashes. None: derived from the identity, which is a new one at each start of a service
+    # without `identity_file`.
+    trace_salt: str | None = Field(default=None, min_length=16, max_length=256)
+    trace_tenants: bool = False  # with the tenant of each request
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
     labels: Labels = {}  # of the Ray nodes on which routers may run

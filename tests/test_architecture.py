@@ -162,7 +162,10 @@ ARROWS: dict[str, set[str]] = {
             "router: *",
             "workers: *",
         ),
-        "cluster.serve.telemetry": ("router: api api.server dispatch scheduling telemetry",),
+        "cluster.serve.telemetry": (
+            "cluster.traces",
+            "router: api api.server dispatch scheduling telemetry",
+        ),
         "cluster.serve.storage": (
             "cluster.local",
             "router: api api.batches auth storage",

@@ -49,6 +49,7 @@ from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
 from .storage.runner import BatchRunner
 from .telemetry.monitor import RouterMonitor, open_spans
+from .telemetry.trace_file import TraceRecorder
 
 _COMPRESSION: Final = {
     "none": grpc.Compression.NoCompression,
@@ -139,7 +140,7 @@ class RouterRuntime:
         authenticator, watches = _authenticator(config.auth, bind, cache_secret or resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         browsers = _browser_rules(config, host)
-        monitor = _monitor(config, browsers)
+        monitor = _monitor(config, browsers, resume_key)
         admission = _admission(router, registry, monitor.metrics)
         dispatcher = Dispatcher(
             registry,
@@ -304,13 +305,23 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
     )
 
 
-def _monitor(config: TandemConfig, browsers: BrowserRules) -> RouterMonitor:
-    tracing = config.tracing
+def _monitor(config: TandemConfig, browsers: BrowserRules, secret: bytes) -> RouterMonitor:
+    tracing, router = config.tracing, config.router
+    trace_file = None
+    if router.trace_file is not None:
+        trace_file = TraceRecorder(
+            Path(router.trace_file),
+            salt=secret if router.trace_salt is None else router.trace_salt.encode(),
+            block_tokens=router.trace_block_tokens,
+            max_mb=router.trace_max_mb,
+            has_tenants=router.trace_tenants,
+        )
     return RouterMonitor(
         config.served_name,
         counts=config.metrics,
         browsers=browsers,
         spans=open_spans(tracing.endpoint, tracing.sample_ratio, config.name, config.served_name),
+        trace_file=trace_file,
         logs_requests=config.log_format == "json",
     )
 

@@ -327,6 +327,8 @@ def _facts(request: PreparedRequest) -> RequestFacts:
         temperature=submit.sampling.temperature,
         top_p=submit.sampling.top_p,
         trace=request.trace,
+        prompt=() if request.begun else submit.token_ids,
+        prefix_salt=tokens.prefix_salt,
     )
 
 

@@ -51,7 +51,10 @@ _FINISHED_LABELS: Final = {"tool_calls": "stop", "time": "length", "repetition":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
-    """Holds the facts that are known when a request starts, without its text."""
+    """Holds the facts that are known when a request starts, without its text.
+
+    `prompt` and `prefix_salt` are only for hashes: no log, page or file may have the prompt.
+    """
 
     request_id: str  # as the client knows it
     arrived: float  # by time.monotonic()
@@ -65,6 +68,8 @@ class RequestFacts:
     temperature: float = 0.0
     top_p: float = 1.0
     trace: TraceContext | None = None
+    prompt: Sequence[int] = ()  # token ids; empty if the request began at another router
+    prefix_salt: bytes = b""  # requests with the same salt share cached prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ Servers, sessions and KV transfers are real; workers have no model.
 """
 
 import asyncio
+import json
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -21,6 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tandem.cluster.bench.load import run_bench
+from tandem.cluster.bench.options import BenchOptions, LoadOptions, ServerAddress, Workload
 from tandem.cluster.config import load_config
 from tandem.cluster.serve.runtime import RouterRuntime
 from tandem.proto import inference_pb2
@@ -265,6 +268,51 @@ async def test_nothing_is_counted_where_metrics_are_off(folder: Path) -> None:
         async with httpx.AsyncClient(base_url=f"http://{router.ops_address}", timeout=WAIT) as http:
             assert (await http.get("/metrics")).status_code == 404
             assert (await http.get("/ready")).status_code == 200
+
+
+async def recorded(path: Path, count: int) -> list[dict[str, Any]]:
+    """Waits until the file of requests has so many lines."""
+    async with asyncio.timeout(WAIT):
+        while len(lines := path.read_text().splitlines()) < count:
+            await asyncio.sleep(0.01)
+    return [json.loads(line) for line in lines]
+
+
+async def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
+    """The replay, which is recorded too, has the same lengths and the same shared blocks."""
+    path = tmp_path / "trace.jsonl"
+    options = {"router.trace_file": str(path), "router.trace_block_tokens": 16}
+    async with routers(folder, **options) as (router,):
+        for number, length in enumerate((40, 40, 33, 70)):  # 0 to 2 share two blocks
+            ids = [*prompt(2)[:32], *prompt(3)[number : number + length - 32]]
+            await complete(router, ids if number < 3 else prompt(9)[:length])
+        lines = await recorded(path, 4)
+        replay = BenchOptions(
+            addresses=[ServerAddress(url=f"http://{router.http_address}")],
+            workload=Workload(kind="trace", trace=path, vocab_size=256),
+            load=LoadOptions(num_prompts=None, warmup=0),
+        )
+        ((summary,),) = await run_bench(replay, lambda _address, _number, _summary: None)
+        assert (summary.num_completed, summary.failures) == (4, ())
+        again = (await recorded(path, 8))[4:]
+    for name in ("input_length", "output_length"):
+        assert sorted(each[name] for each in again) == sorted(each[name] for each in lines)
+    assert shared_blocks(again) == shared_blocks(lines) == Counter({3: 2, 1: 8})
+    assert set(ids_of(lines)).isdisjoint(ids_of(again))
+
+
+async def complete(router: RouterRuntime, ids: list[int]) -> None:
+    async with AsyncClient(router.grpc_address) as client:
+        await client.generate(ids, max_tokens=len(ids) // 8, ignore_eos=True, timeout=WAIT)
+
+
+def ids_of(lines: Sequence[dict[str, Any]]) -> list[int]:
+    return [block for line in lines for block in line["hash_ids"]]
+
+
+def shared_blocks(lines: Sequence[dict[str, Any]]) -> Counter[int]:
+    """Returns how many blocks occur in so many prompts."""
+    return Counter(Counter(ids_of(lines)).values())
 
 
 async def state_of(router: RouterRuntime, path: str) -> tuple[int, str]:

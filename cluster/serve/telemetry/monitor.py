@@ -25,6 +25,7 @@ from ....router.scheduling.registry import WorkerRegistry
 from ....router.telemetry.prometheus import CONTENT_TYPE, PrometheusMetrics
 from ....router.telemetry.requests import Observer, RequestTelemetry
 from .logs import log_request
+from .trace_file import TraceRecorder
 
 if TYPE_CHECKING:
     from .tracing import SpanRecorder
@@ -43,17 +44,19 @@ class RouterMonitor:
         counts: bool,
         browsers: BrowserRules,
         spans: "SpanRecorder | None",
+        trace_file: TraceRecorder | None,
         logs_requests: bool,
     ) -> None:
         """Creates the telemetry objects; without `counts` there are no metrics and no /metrics.
 
-        `spans` records each request at its end, `logs_requests` logs it.
+        `spans` and `trace_file` record each request at its end, `logs_requests` logs it.
         """
         self._prometheus = PrometheusMetrics(model_name) if counts else None
-        self._spans = spans
+        recorders = [each for each in (spans, trace_file) if each is not None]
+        self._recorders = recorders
         self.metrics: Metrics = self._prometheus or NULL_METRICS
         observers: list[Observer] = [log_request] if logs_requests else []
-        observers += [spans.record] if spans else []
+        observers += [each.record for each in recorders]
         self.telemetry = RequestTelemetry(self.metrics, observers)
         render = None if self._prometheus is None else self._prometheus.render
         self.ops = OpsServer(render, CONTENT_TYPE, browsers)
@@ -70,12 +73,11 @@ class RouterMonitor:
             self._prometheus.before_each_scrape(lambda: self._read(admission, dispatcher, registry))
 
     async def close(self) -> None:
-        """Stops the server if it has started, and exports the last spans."""
+        """Stops the server if it has started, and writes the last recorded requests."""
         await self.ops.stop()
-        if self._spans is not None:
-            await asyncio.wait(
-                [asyncio.create_task(asyncio.to_thread(self._spans.close))], timeout=_CLOSE_SECONDS
-            )
+        closing = [asyncio.create_task(asyncio.to_thread(each.close)) for each in self._recorders]
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
 
     def _read(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
         num_queued = len(admission.queue)
