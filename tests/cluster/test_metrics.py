@@ -281,7 +281,7 @@ async def recorded(path: Path, count: int) -> list[dict[str, Any]]:
 async def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
     """The replay, which is recorded too, has the same lengths and the same shared blocks."""
     path = tmp_path / "trace.jsonl"
-    options = {"router.trace_file": str(path), "router.trace_block_tokens": 16}
+    options: dict[str, Any] = {"router.trace_file": str(path), "router.trace_block_tokens": 16}
     async with routers(folder, **options) as (router,):
         for number, length in enumerate((40, 40, 33, 70)):  # 0 to 2 share two blocks
             ids = [*prompt(2)[:32], *prompt(3)[number : number + length - 32]]

@@ -263,7 +263,7 @@ def test_a_thread_is_busy_from_a_quarter_of_a_core_on() -> None:
     assert after.count_busy(before) == {"server": 3}
 
 
-TRACED = {"kind": "trace", "trace": Path("x")}
+TRACED: dict[str, Any] = {"kind": "trace", "trace": Path("x")}
 ONE_CALLER = {"concurrency": 1}
 
 
