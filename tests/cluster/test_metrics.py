@@ -273,9 +273,13 @@ async def test_nothing_is_counted_where_metrics_are_off(folder: Path) -> None:
 async def recorded(path: Path, count: int) -> list[dict[str, Any]]:
     """Waits until the file of requests has so many lines."""
     async with asyncio.timeout(WAIT):
-        while len(lines := path.read_text().splitlines()) < count:
+        while len(lines := read_lines(path)) < count:
             await asyncio.sleep(0.01)
-    return [json.loads(line) for line in lines]
+    return lines
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 async def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
