@@ -1,7 +1,7 @@
 """Reads the configuration of a service from a YAML file and flags, as a frozen tree of values.
 
-Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) read from it. One
-file because operators look up every value of the configuration here.
+Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) read from it.
+One file because operators look up every value of the configuration here.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Final, Literal, Self, cast, get_args
+from typing import Annotated, Any, Final, Literal, Self, TypeGuard, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -23,6 +23,7 @@ from ..router.auth.tls import TlsConfig
 from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
+from ..router.slo import ClassName, SloClass
 from ..router.storage.config import StorageConfig
 from ..router.watermark.config import WatermarkConfig
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
@@ -288,6 +289,8 @@ class TandemConfig(BaseModel):
     adapters: Annotated[dict[AdapterName, AbsolutePath], Field(max_length=MAX_ADAPTERS)] = {}
     lora: LoraConfig = LoraConfig()
     tracing: TracingConfig = TracingConfig()
+    # By name; requests name their class by `service_tier`, the others have the class `default`.
+    slo: Annotated[dict[ClassName, SloClass], Field(max_length=16)] = {}
     auth: AuthConfig = AuthConfig()
     watermark: WatermarkConfig = WatermarkConfig()
     peer_tls: PeerTlsConfig = PeerTlsConfig()
@@ -474,12 +477,16 @@ def _same_in_pools(path: tuple[int | str, ...]) -> str:
     )
 
 
+def _is_section(kind: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 def _suggestion(path: tuple[int | str, ...]) -> str:
     section: type[BaseModel] = TandemConfig
     for part in path[:-1]:
-        annotation = section.model_fields[str(part)].annotation
-        section = next(
-            kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)
-        )
+        field = section.model_fields.get(str(part))
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        # The name of an entry, as of an SLO class, leads to no other section.
+        section = next((kind for kind in kinds if _is_section(kind)), section)
     close = difflib.get_close_matches(str(path[-1]), section.model_fields, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -282,6 +282,20 @@ REFUSALS = _counter(
     "long; waited: the request has waited too long.",
     reason=("full", "predicted", "waited"),
 )
+SLO_REQUESTS = _counter(
+    "tandem_slo_requests_total",
+    "Requests of an SLO class that have ended; met: within every limit of the class; ttft, tpot, "
+    "e2e: the first limit that was missed; failed and refused: without a complete answer. Requests "
+    "that the client cancelled do not count.",
+    slo_class=(),
+    outcome=("met", "ttft", "tpot", "e2e", "failed", "refused"),
+)
+SLO_TOKENS = _counter(
+    "tandem_slo_tokens_total",
+    "Generated tokens of these requests.",
+    slo_class=(),
+    outcome=("met", "ttft", "tpot", "e2e", "failed", "refused"),
+)
 ERRORS = _counter(
     "tandem_errors_total",
     "Calls that ended with an error, by gRPC code or HTTP status.",

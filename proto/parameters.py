@@ -144,6 +144,13 @@ PARAMETERS: Final = (
         bounds=(-100, 100),
     ),
     RequestParameter(
+        "service_tier",
+        "string",
+        "The SLO class, one of the service's configuration. `auto`, `default` or unset: the class "
+        "`default`, if there is one.",
+        max_characters=32,
+    ),
+    RequestParameter(
         "truncate_prompt", "bool", "Keeps only the end of a prompt that exceeds the context."
     ),
     RequestParameter(

@@ -1,22 +1,26 @@
-"""A bounded queue: by priority, then fair among tenants, then first come, first served.
+"""A bounded queue: by priority, then fair among tenants, then earliest due time first.
 
 The next tenant is the one with the least running work, so neither of two waiting tenants holds more
 than half for long, however long its requests run (max-min fairness). Between tenants with equal
 running work, the queue is a start-time fair queue (Goyal et al., 1996) on tokens with equal
 weights: every tenant of a priority has a tag, the number of its served tokens, and the least tag is
-next. A tenant that comes back begins at the present tag of its priority: it gets no credit.
+next. A tenant that comes back begins at the present tag of its priority: it gets no credit. Due times
+order only the entries of one tenant (due_order.py), so no tenant gets more by earlier due times.
+Entries of equal due times are served first come, first served.
 
 When the queue is full, the tenant with the longest backlog gives way to one with a shorter backlog
-(longest queue drop, Suter et al., 1998), and a lower priority to a higher one. Every operation is
-O(log n). Knows nothing of time and I/O.
+(longest queue drop, Suter et al., 1998), and a lower priority to a higher one. Operations
+are O(log n) in tenants, and O(sqrt n) in the entries of a tenant. Knows nothing of time and I/O.
 """
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Final, Generic, TypeVar
+
+from .due_order import DueOrder
 
 _MAX_IDLE_TENANTS: Final = 4_096
 """Idle tenants of one priority whose tags are kept; beyond it, the smallest tags are forgotten."""
@@ -31,6 +35,7 @@ class QueueEntry:
     tenant: str
     priority: int
     num_tokens: int  # its work, at least 1
+    due: float = 0.0  # a time that does not change while it waits
 
 
 T = TypeVar("T", bound=QueueEntry)
@@ -75,8 +80,7 @@ class FairQueue(Generic[T]):
         self._max_requests = max_requests
         self.num_tokens = 0  # of all entries
         self._num_requests = 0
-        self._backlogs: dict[_Backlog, OrderedDict[T, None]] = {}  # not empty
-        self._backlog_tokens: Counter[_Backlog] = Counter()
+        self._backlogs: dict[_Backlog, DueOrder[T]] = {}  # not empty
         self._running: dict[str, float] = {}  # the amount of each tenant that runs, if above 0
         # The highest priority first, then the least running, then the least tag.
         self._turns: Ranking[_Backlog] = Ranking()
@@ -135,14 +139,14 @@ class FairQueue(Generic[T]):
             self.remove(victim)
         key = self._key(entry)
         if key not in self._backlogs:
-            self._backlogs[key] = OrderedDict()
+            self._backlogs[key] = DueOrder()
             self._num_backlogs[entry.priority] += 1
             tags = self._tags.setdefault(entry.priority, {})
             tags[entry.tenant] = max(
                 self._present.get(entry.priority, 0.0), tags.get(entry.tenant, 0.0)
             )
             self._put_turn(key)
-        self._backlogs[key][entry] = None
+        self._backlogs[key].add(entry)
         self._count(entry, 1)
         return displaced
 
@@ -185,14 +189,14 @@ class FairQueue(Generic[T]):
         """Removes an entry from anywhere in the queue, without a charge. Idempotent."""
         key = self._key(entry)
         priority = entry.priority
-        backlog = self._backlogs.get(key, OrderedDict())
-        if entry not in backlog:
+        backlog = self._backlogs.get(key)
+        if backlog is None or entry not in backlog:
             return
-        del backlog[entry]
+        backlog.remove(entry)
         self._count(entry, -1)
         if backlog:
             return
-        del self._backlogs[key], self._backlog_tokens[key]
+        del self._backlogs[key]
         self._turns.discard(key)
         self._longest.discard(key)
         self._num_backlogs[priority] -= 1
@@ -213,11 +217,11 @@ class FairQueue(Generic[T]):
         key = self._key(entry)
         priority = entry.priority
         higher = sum(num_tokens for other, num_tokens in self._tokens.items() if other > priority)
-        own = self._backlog_tokens[key]
-        num_others = self._num_backlogs[priority] - (key in self._backlogs)
-        return (
-            higher + own + min(self._tokens[priority] - own, num_others * (own + entry.num_tokens))
-        )
+        backlog = self._backlogs.get(key)
+        own = 0 if backlog is None else backlog.tokens_until(entry.due)
+        others = self._tokens[priority] - (0 if backlog is None else backlog.num_tokens)
+        num_others = self._num_backlogs[priority] - (backlog is not None)
+        return higher + own + min(others, num_others * (own + entry.num_tokens))
 
     def _put_turn(self, key: _Backlog) -> None:
         priority, tenant = key
@@ -230,8 +234,9 @@ class FairQueue(Generic[T]):
 
     def _share(self, key: _Backlog, new: QueueEntry | None = None) -> float:
         """Returns a backlog's shares of the two bounds, added up; with the entry `new` if given."""
-        num_tokens = self._backlog_tokens[key]
-        num_requests = len(self._backlogs.get(key, ()))
+        backlog = self._backlogs.get(key)
+        num_tokens = 0 if backlog is None else backlog.num_tokens
+        num_requests = 0 if backlog is None else len(backlog)
         if new is not None:
             num_tokens += new.num_tokens
             num_requests += 1
@@ -243,5 +248,4 @@ class FairQueue(Generic[T]):
         self._num_requests += sign
         self.num_tokens += num_tokens
         self._tokens[entry.priority] += num_tokens
-        self._backlog_tokens[key] += num_tokens
         self._longest.put(key, entry.priority, -self._share(key))

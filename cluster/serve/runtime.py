@@ -302,6 +302,7 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
         text_model_of=text_model_of(read_fields(folder)),
         defaults=generation_defaults(config, folder),
         watermark=WatermarkRules.load(config.watermark),
+        slo=config.slo,
     )
 
 
@@ -322,6 +323,7 @@ def _monitor(config: TandemConfig, browsers: BrowserRules, secret: bytes) -> Rou
         browsers=browsers,
         spans=open_spans(tracing.endpoint, tracing.sample_ratio, config.name, config.served_name),
         trace_file=trace_file,
+        slo_classes=config.slo,
         logs_requests=config.log_format == "json",
     )
 

@@ -13,7 +13,7 @@ from traceback import extract_tb
 from typing import Final
 
 from ...proto import inference_pb2, limits
-from ...proto.errors import InternalError, InvalidArgument, NotFound, TandemError
+from ...proto.errors import InternalError, InvalidArgument, NotFound, Overloaded, TandemError
 from ...proto.metrics import Metrics
 from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..adapters import AdapterAdmin, AdapterRegistry
@@ -28,9 +28,10 @@ from ..resume.policy import ResumePolicy
 from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
 from ..scheduling.capacity import Capacity
+from ..slo import find_slo
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
-from ..telemetry.requests import RequestFacts, RequestTelemetry
+from ..telemetry.requests import RequestFacts, RequestTelemetry, count_slo
 from ..telemetry.trace import CURRENT_REQUEST
 
 _log = logging.getLogger(__name__)
@@ -144,10 +145,18 @@ class GenerationService:
             # A resumption is admitted at once, if its tokens are valid.
             is_resumption = bool(request.resume or context.event_id)
             if self._admission is not None and not is_resumption:
-                priority = caller.priority(request.priority)
-                self._admission.check_early(
-                    _estimated(request), caller.tenant, priority, context.deadline
-                )
+                slo = find_slo(model.slo, request.service_tier)
+                try:
+                    self._admission.check_early(
+                        _estimated(request),
+                        caller.tenant,
+                        caller.priority(request.priority),
+                        context.deadline,
+                        slo and slo.first_token_due(context.arrived),
+                    )
+                except Overloaded:
+                    count_slo(self.metrics, slo, "refused")
+                    raise
 
         is_resumable = context.is_resumable or context.event_id is not None
         checked = prepare(
@@ -329,6 +338,7 @@ def _facts(request: PreparedRequest) -> RequestFacts:
         trace=request.trace,
         prompt=() if request.begun else submit.token_ids,
         prefix_salt=tokens.prefix_salt,
+        slo=request.slo,
     )
 
 

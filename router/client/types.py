@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     model: str  # absent: the only model served
     request_id: str  # names the request in logs and timelines
     priority: int  # of waiting requests the greatest goes first
+    service_tier: str  # the SLO class, one of the service's configuration
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
     # The number of tokens to keep of the prompt's end; -1: as many as fit the context.
     truncate_prompt_tokens: int

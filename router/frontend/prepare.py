@@ -20,6 +20,7 @@ from ..resume.tokens import (
     ResumeKey,
     digest_request,
 )
+from ..slo import SloClasses, find_slo
 from ..stopping.rules import stop_rules
 from ..telemetry.trace import TraceContext
 from ..turns import droppable_parts, without
@@ -59,6 +60,7 @@ class ServedModel:
     grammars: GrammarValidator = field(default_factory=GrammarValidator)
     adapter: LoraAdapter | None = None  # added to the weights
     watermark: WatermarkRules | None = None  # None: the service has no key for a watermark
+    slo: SloClasses = field(default_factory=dict)  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ async def prepare(
     """
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
+    slo = find_slo(model.slo, request.service_tier)
     turn = context.caller.turn
     await check_prompt(request.prompt, model, turn)
     admit()
@@ -123,6 +126,7 @@ async def prepare(
             tenant=context.caller.tenant,
             arrived=context.arrived,
             deadline=context.deadline,
+            first_token_due=slo and slo.first_token_due(context.arrived),
             ends_at=_ends_at(stopping, context),
         ),
         num_answers=num_answers(request),
@@ -135,6 +139,7 @@ async def prepare(
         dropped_messages=len(request.prompt.chat.messages) - len(chat.messages) if chat else 0,
         quota=context.caller.quota,
         trace=context.trace,
+        slo=slo,
     )
     if resume_key is None:
         return prepared

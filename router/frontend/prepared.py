@@ -14,6 +14,7 @@ from ..resume.tokens import (
     ResumedAnswer,
     check_resume,
 )
+from ..slo import RequestSlo
 from ..stopping.rules import StopRules
 from ..telemetry.trace import TraceContext
 from .tokenizer import Tokenizer
@@ -39,6 +40,7 @@ class PreparedRequest:
     begun: ResumedAnswer | None = None  # the client's part, if the request began elsewhere
     dropped_messages: int = 0  # of the chat, by `truncation`
     trace: TraceContext | None = None
+    slo: RequestSlo | None = None
 
     @property
     def progress(self) -> Mapping[int, ChoiceProgress]:

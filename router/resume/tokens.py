@@ -137,7 +137,7 @@ def digest_request(
     """
     bound = inference_pb2.GenerateRequest()
     bound.CopyFrom(request)
-    for name in ("model", "request_id", "priority", "resume"):
+    for name in ("model", "request_id", "priority", "service_tier", "resume"):
         bound.ClearField(name)
     digest = blake2b(hash_prompt(prompt, salt.encode()), digest_size=_DIGEST_BYTES)
     digest.update(max_tokens.to_bytes(8, "little"))

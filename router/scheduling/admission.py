@@ -1,7 +1,7 @@
 """Admits a request to the workers, queues it, or refuses it.
 
 Requests wait in the router and not at the workers, because only the router can still choose their
-order (fair_queue.py). Workers get only the work that keeps them busy (worker_state.py). A request
+order: by priority, fair among tenants, and of a tenant the one that is due first (fair_queue.py). Workers get only the work that keeps them busy (worker_state.py). A request
 that cannot be served in time is refused at once, so that the caller can try elsewhere.
 
 The predicted wait until its prompt begins is the longer one of two predictions. Both count the
@@ -105,16 +105,25 @@ class Admission:
         self._capacity.subscribe(self._admit_waiting)
 
     def check_early(
-        self, needed: Capacity, tenant: str, priority: int = 0, deadline: float | None = None
+        self,
+        needed: Capacity,
+        tenant: str,
+        priority: int = 0,
+        deadline: float | None = None,
+        first_token_due: float | None = None,
     ) -> None:
         """Raises Overloaded if a request that needs about this capacity would be refused now.
 
-        Takes microseconds, so that it can run before a prompt is tokenized.
+        Takes microseconds, so that it can run before a prompt is tokenized. `deadline` and
+        `first_token_due`: see TokenRequest.
         """
         self._check_stopped()
         if not self._fits_now(needed):
             entry = QueueEntry(
-                tenant=tenant, priority=priority, num_tokens=max(needed.kv_tokens, 1)
+                tenant=tenant,
+                priority=priority,
+                num_tokens=max(needed.kv_tokens, 1),
+                due=self._due(self._clock(), deadline, first_token_due),
             )
             self._check_wait(entry, deadline)
             if self.queue.displaced_by(entry) is None:
@@ -138,6 +147,7 @@ class Admission:
                 tenant=request.tenant,
                 priority=request.submit.priority,
                 num_tokens=required.kv_tokens,
+                due=self._due(request.arrived, request.deadline, request.first_token_due),
                 request=request,
                 needed=needed,
                 admitted=asyncio.get_running_loop().create_future(),
@@ -323,6 +333,16 @@ class Admission:
         prompts = at_workers.seconds(self._drain.prompt_tokens(num_tokens))
         free = self._capacity.free() or NO_CAPACITY
         return max(prompts, at_workers.fixed + self._drain.seconds(num_tokens, free))
+
+    def _due(self, arrived: float, deadline: float | None, first_token_due: float | None) -> float:
+        """Returns the time that orders the requests of a tenant.
+
+        Without `first_token_due`, the first token is due when the longest accepted wait ends, so
+        requests of an SLO class cannot pass such a request for long.
+        """
+        if first_token_due is None:
+            first_token_due = arrived + self._max_queue_seconds
+        return first_token_due if deadline is None else min(first_token_due, deadline)
 
     def _slack(self, deadline: float | None) -> float:
         """Returns the longest wait after which the request can still meet its deadline."""

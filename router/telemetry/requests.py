@@ -30,10 +30,13 @@ from ...proto.metrics import (
     REQUEST_MAX_TOKENS,
     REQUEST_N,
     REQUEST_PROMPT,
+    SLO_REQUESTS,
+    SLO_TOKENS,
     TPOT,
     TTFT,
     Metrics,
 )
+from ..slo import RequestSlo, SloOutcome
 from .trace import TraceContext
 
 PARTS: Final = ("tokenize", "queue", "dispatch", "restore", "prefill", "kv_transfer", "decode")
@@ -70,6 +73,7 @@ class RequestFacts:
     trace: TraceContext | None = None
     prompt: Sequence[int] = ()  # token ids; empty if the request began at another router
     prefix_salt: bytes = b""  # requests with the same salt share cached prefixes
+    slo: RequestSlo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +248,27 @@ class RequestTelemetry:
         self._add(running.facts.tenant, RequestTotals(ended=1, failed=failed))
         if not ended.was_refused:
             _report(self.metrics, ended)
+        if ended.error != "CANCELLED":  # nobody saw whether it would have kept its limits
+            count_slo(self.metrics, ended.facts.slo, _judge(ended), ended.num_generated)
         for observer in self.observers:
             observer(ended)
+
+
+def count_slo(
+    metrics: Metrics, slo: RequestSlo | None, outcome: SloOutcome, num_tokens: int = 0
+) -> None:
+    """Counts a request and its generated tokens in its SLO class, if it has one."""
+    if slo is not None:
+        metrics.add(SLO_REQUESTS, slo_class=slo.name, outcome=outcome)
+        metrics.add(SLO_TOKENS, num_tokens, slo_class=slo.name, outcome=outcome)
+
+
+def _judge(ended: EndedRequest) -> SloOutcome:
+    if ended.was_refused:
+        return "refused"
+    if not ended.is_complete or ended.facts.slo is None:
+        return "failed"
+    return ended.facts.slo.limits.judge(ended.timeline)
 
 
 def _report(metrics: Metrics, ended: EndedRequest) -> None:

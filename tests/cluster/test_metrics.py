@@ -153,8 +153,11 @@ def check(page: MetricsPage, counted: Counted) -> None:
 
 async def test_counters_equal_what_clients_count(folder: Path) -> None:
     """Requests go over both APIs of two routers, whose metrics add up."""
-    async with routers(folder, 2) as both:
+    limits: dict[str, Any] = {"slo.default.ttft_ms": 1e6, "slo.fast.e2e_ms": 0.001}
+    async with routers(folder, 2, **limits) as both:
         counted, one, two = Counted(), both[0], both[1]
+        page = await scrape(one.ops_address)
+        assert page.value("tandem_slo_requests_total", slo_class="fast", outcome="refused") == 0
         for _ in range(2):  # the second time from the prefix cache
             asked = [
                 ask_grpc(each.grpc_address, counted, number) for each in both for number in range(4)
@@ -166,15 +169,18 @@ async def test_counters_equal_what_clients_count(folder: Path) -> None:
         assert page.value("tandem_kv_transfer_bytes_total", transport="grpc") == counted.kv_bytes
         await asyncio.gather(
             *(
-                ask_http(each.http_address, counted, number, n=2)
+                ask_http(each.http_address, counted, number, n=2, service_tier="fast")
                 for each in both
                 for number in (6, 7)
             )
         )
-        check(
-            await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *ops),
-            counted,
-        )
+        page = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *ops)
+        check(page, counted)
+        for slo_class, outcome, count in (("default", "met", 18), ("fast", "e2e", 4)):
+            labels = {"slo_class": slo_class, "outcome": outcome}
+            assert page.value("tandem_slo_requests_total", slo_class=slo_class) == count
+            assert page.value("tandem_slo_requests_total", **labels) == count
+            assert page.value("tandem_slo_tokens_total", **labels) > 0
         apart = [await scrape(address) for address in ops]
         assert all(page.value("vllm:generation_tokens_total") > 0 for page in apart)
 

@@ -15,8 +15,10 @@ from tandem.router.fair_queue import FairQueue, QueueEntry, Ranking
 MANY = 1 << 40
 
 
-def entry(tenant: str = "a", num_tokens: int = 1, priority: int = 0) -> QueueEntry:
-    return QueueEntry(tenant=tenant, priority=priority, num_tokens=num_tokens)
+def entry(
+    tenant: str = "a", num_tokens: int = 1, priority: int = 0, due: float = 0.0
+) -> QueueEntry:
+    return QueueEntry(tenant=tenant, priority=priority, num_tokens=num_tokens, due=due)
 
 
 def queue(max_tokens: int = MANY, max_requests: int = MANY) -> "FairQueue[QueueEntry]":
@@ -24,14 +26,17 @@ def queue(max_tokens: int = MANY, max_requests: int = MANY) -> "FairQueue[QueueE
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.integers(1, 9)), max_size=40),
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(-2, 2), st.integers(0, 5)),
+        max_size=40,
+    ),
     st.data(),
 )
-def test_priority_goes_first_and_a_tenant_in_order(
-    arrivals: list[tuple[str, int, int]], data: st.DataObject
+def test_priority_goes_first_and_a_tenant_by_due_time_then_in_order(
+    arrivals: list[tuple[str, int, int, int]], data: st.DataObject
 ) -> None:
     waiting = queue()
-    entries = [entry(tenant, num_tokens, priority) for tenant, priority, num_tokens in arrivals]
+    entries = [entry(*arrival) for arrival in arrivals]
     for one in entries:
         assert waiting.push(one) == []
     for one in data.draw(st.lists(st.sampled_from(entries), unique=True)) if entries else []:
@@ -49,6 +54,7 @@ def test_priority_goes_first_and_a_tenant_in_order(
     assert [one.priority for one in left] == sorted((one.priority for one in entries), reverse=True)
     for tenant, priority in itertools.product("abc", range(-2, 3)):
         mine = [one for one in entries if (one.tenant, one.priority) == (tenant, priority)]
+        mine.sort(key=lambda one: one.due)
         assert [one for one in left if (one.tenant, one.priority) == (tenant, priority)] == mine
     assert waiting.first() is None
     with pytest.raises(IndexError):
@@ -58,12 +64,16 @@ def test_priority_goes_first_and_a_tenant_in_order(
 @given(
     st.lists(st.integers(1, 50), min_size=60, max_size=60),
     st.lists(st.integers(1, 50), min_size=60, max_size=60),
+    st.lists(st.integers(0, 9), min_size=60, max_size=60),
 )
-def test_tenants_that_wait_are_served_alike_in_tokens(mine: list[int], yours: list[int]) -> None:
+def test_tenants_that_wait_are_served_alike_in_tokens(
+    mine: list[int], yours: list[int], dues: list[int]
+) -> None:
+    """Even if every request of one tenant is due before every request of the other."""
     waiting = queue()
-    for tenant, sizes in (("a", mine), ("b", yours)):
-        for num_tokens in sizes:
-            waiting.push(entry(tenant, num_tokens))
+    for tenant, sizes, late in (("a", mine, 0), ("b", yours, 100)):
+        for num_tokens, due in zip(sizes, dues, strict=True):
+            waiting.push(entry(tenant, num_tokens, due=late + due))
     served: Counter[str] = Counter()
     left = {"a": 60, "b": 60}
     while left["a"] and left["b"]:
@@ -71,6 +81,33 @@ def test_tenants_that_wait_are_served_alike_in_tokens(mine: list[int], yours: li
         served[one.tenant] += one.num_tokens
         left[one.tenant] -= 1
         assert abs(served["a"] - served["b"]) <= 100  # twice the largest (Goyal et al., 1996)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 200)), min_size=1, max_size=8), st.data()
+)
+def test_no_other_order_has_a_smaller_greatest_lateness(
+    jobs: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Jackson's rule (1955), for requests that one worker serves one after another."""
+    waiting = queue()
+    for num_tokens, due in jobs:
+        waiting.push(entry(num_tokens=num_tokens, due=due))
+
+    def lateness(order: list[tuple[int, float]]) -> float:
+        ends = itertools.accumulate(num_tokens for num_tokens, _ in order)
+        return max(end - due for end, (_, due) in zip(ends, order, strict=True))
+
+    served = [(one.num_tokens, one.due) for one in (waiting.pop() for _ in jobs)]
+    assert lateness(served) <= lateness(list(data.draw(st.permutations(jobs))))
+
+
+def test_a_full_queue_gives_up_what_is_due_last() -> None:
+    waiting = queue(max_requests=3)
+    dues = [entry("flood", due=due) for due in (2, 9, 1)]
+    for one in dues:
+        waiting.push(one)
+    assert waiting.push(entry("other", due=50)) == [dues[1]]
 
 
 def test_a_tenant_that_was_away_gets_no_credit() -> None:

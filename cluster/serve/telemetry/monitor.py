@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Collection
+from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from ....proto import worker_pb2
@@ -11,6 +13,8 @@ from ....proto.metrics import (
     NULL_METRICS,
     READY,
     RUNNING,
+    SLO_REQUESTS,
+    SLO_TOKENS,
     TASKS,
     WAITING,
     WAITING_BY_REASON,
@@ -22,6 +26,7 @@ from ....router.api.server.ops_server import OpsServer
 from ....router.dispatch.dispatcher import Dispatcher
 from ....router.scheduling.admission import Admission
 from ....router.scheduling.registry import WorkerRegistry
+from ....router.slo import OUTCOMES
 from ....router.telemetry.prometheus import CONTENT_TYPE, PrometheusMetrics
 from ....router.telemetry.requests import Observer, RequestTelemetry
 from .logs import log_request
@@ -45,6 +50,7 @@ class RouterMonitor:
         browsers: BrowserRules,
         spans: "SpanRecorder | None",
         trace_file: TraceRecorder | None,
+        slo_classes: Collection[str],
         logs_requests: bool,
     ) -> None:
         """Creates the telemetry objects; without `counts` there are no metrics and no /metrics.
@@ -57,6 +63,9 @@ class RouterMonitor:
         self.metrics: Metrics = self._prometheus or NULL_METRICS
         observers: list[Observer] = [log_request] if logs_requests else []
         observers += [each.record for each in recorders]
+        for slo_class, outcome in product(slo_classes, OUTCOMES):  # each series begins at 0
+            for metric in (SLO_REQUESTS, SLO_TOKENS):
+                self.metrics.add(metric, 0, slo_class=slo_class, outcome=outcome)
         self.telemetry = RequestTelemetry(self.metrics, observers)
         render = None if self._prometheus is None else self._prometheus.render
         self.ops = OpsServer(render, CONTENT_TYPE, browsers)

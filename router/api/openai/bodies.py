@@ -322,7 +322,6 @@ class Body(OpenModel):
     safety_identifier: Ignored[str] = None
     prompt_cache_key: Ignored[str] = None
     prompt_cache_retention: Ignored[str] = None
-    service_tier: Only[Literal["auto", "default"]] = None
     store: Only[Literal[False]] = None
     skip_special_tokens: Only[Literal[True]] = None
     spaces_between_special_tokens: Only[Literal[True]] = None

@@ -214,7 +214,6 @@ class ResponsesFields(OpenModel):
         Field(None, description="Accepted, without effect: reasoning comes as text.")
     )
     top_logprobs: Only[Literal[0]] = None
-    service_tier: Only[Literal["auto", "default"]] = None
     metadata: Ignored[dict[str, str]] = None
     user: Ignored[str] = None
     safety_identifier: Ignored[str] = None
@@ -227,6 +226,7 @@ PARAMETER_NAMES: Final = {
     "top_p": "sampling.top_p",
     "max_output_tokens": "stopping.max_tokens",
     "truncation": "truncation",
+    "service_tier": "service_tier",
     "stop": "stopping.stop",
     **STOPPING_NAMES,
 }

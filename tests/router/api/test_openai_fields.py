@@ -45,7 +45,6 @@ ACCEPTED: list[tuple[str, str, Any]] = [
     ("chat", "modalities", ["text"]),
     ("both", "return_token_ids", False),
     ("both", "prompt_cache_options", {}),
-    ("both", "service_tier", "auto"),
     ("completions", "suffix", ""),
     ("both", "web_search_options", None),
     ("both", "functions", None),

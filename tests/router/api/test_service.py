@@ -2,6 +2,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity
+from tandem.router.slo import SloClass
 from tandem.router.telemetry.prometheus import PrometheusMetrics
 from tandem.router.telemetry.requests import RequestTelemetry
 from tandem.tests.metrics_page import MetricsPage
@@ -230,10 +232,17 @@ class Full(Admission):
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, str, int]] = []
+        self.dues: list[float | None] = []
 
     def check_early(
-        self, needed: Capacity, tenant: str, priority: int = 0, deadline: float | None = None
+        self,
+        needed: Capacity,
+        tenant: str,
+        priority: int = 0,
+        deadline: float | None = None,
+        first_token_due: float | None = None,
     ) -> None:
+        self.dues.append(first_token_due)
         self.asked.append((needed.prompt_tokens, needed.kv_tokens, tenant, priority))
         if needed.kv_tokens > 100:
             raise Overloaded("full")
@@ -259,6 +268,26 @@ async def test_admission_may_refuse_before_tokens_are_counted(
         )
     await service.accept(request(stopping={"max_tokens": 3}), RequestContext(arrived=0))
     assert admission.asked == [(95, 101, "t", 3), (0, 3, "", 0)]
+
+
+async def test_an_early_refusal_is_a_miss_of_its_slo_class(model: ServedModel) -> None:
+    admission = Full()
+    metrics = PrometheusMetrics("tiny")
+    fast = replace(model, slo={"fast": SloClass(ttft_ms=250)})
+    telemetry = RequestTelemetry(metrics)
+    service = GenerationService([fast], FakeTokenSource(), admission, telemetry=telemetry)
+    large = request(prompt={"text": "x" * 380}, n=2, stopping={"max_tokens": 3})
+    for tier in ("fast", ""):
+        large.service_tier = tier
+        with pytest.raises(Overloaded):
+            await service.accept(large, RequestContext(arrived=10))
+    small = request(prompt={"text": "x"}, stopping={"max_tokens": 3}, service_tier="fast")
+    prepared = await service.accept(small, RequestContext(arrived=10))
+    assert prepared.tokens.first_token_due == 10.25
+    assert admission.dues == [10.25, None, 10.25]
+    page = MetricsPage(metrics.render().decode())
+    assert page.value("tandem_slo_requests_total", slo_class="fast", outcome="refused") == 1
+    assert page.value("tandem_slo_requests_total") == 1
 
 
 async def test_a_resumption_is_checked_and_not_refused_for_its_size(model: ServedModel) -> None:

@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -422,8 +423,8 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> N
     clock = Clock()
     requests = AdmittedRequests(max_sequences=1, clock=clock, max_queue_seconds=20.0)
     names = [str(n) for n in range(30)]
-    for name in names:
-        await requests.ask(request([1] * 92, name))  # 100 tokens of work
+    for name in names:  # 100 tokens of work each, due before the requests below
+        await requests.ask(replace(request([1] * 92, name), first_token_due=clock.now))
     for name in names[:10]:
         clock.now += 0.5
         await requests.finish(name)
@@ -433,6 +434,7 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> N
     assert caught.value.retry_after == pytest.approx(9.5, rel=0.02)
     with pytest.raises(Overloaded):
         requests.admission.check_early(sized(100), "", deadline=clock.now + 9)
+    requests.admission.check_early(sized(100), "", first_token_due=0.0)
     patient = await requests.ask(request([1] * 92, "patient", deadline=clock.now + 11))
     assert not patient.done()
     for n in range(40):
@@ -440,6 +442,30 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> N
     assert 38 <= len(requests.admission.queue) <= 41  # twenty seconds of work
     await requests.cancel_all()
     assert requests.admission.num_active == len(requests.admission.queue) == 0
+
+
+async def test_what_is_due_first_goes_first_among_requests_of_a_tenant() -> None:
+    """By the deadline or the SLO class, and without either by max_queue_seconds."""
+    requests = AdmittedRequests(max_sequences=1, clock=Clock(), max_queue_seconds=20.0)
+    dues: dict[str, dict[str, float]] = {
+        "runs": {},
+        "plain": {},
+        "batch": {"first_token_due": 60.0},
+        "deadline": {"deadline": 19.0},
+        "late deadline": {"deadline": 600.0},
+        "interactive": {"first_token_due": 0.5},
+        "both": {"first_token_due": 0.5, "deadline": 0.25},
+    }
+    for name, due in dues.items():
+        await requests.ask(replace(request([1] * 92, name), **due))  # type: ignore[arg-type]
+    other = replace(request([1] * 92, "other", tenant="other"), first_token_due=100.0)
+    await requests.ask(other)  # gets the next turn, because it has nothing that runs
+    for _ in range(len(dues) + 1):
+        await requests.finish(requests.order[-1])
+    assert requests.order == [
+        *("runs", "other", "both", "interactive", "deadline", "plain", "late deadline", "batch")
+    ]
+    await requests.cancel_all()
 
 
 async def test_a_request_that_waited_too_long_is_refused_and_lets_the_next_in() -> None:

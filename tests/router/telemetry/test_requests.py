@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from tandem.proto.metrics import (
     GENERATION_TOKENS,
     PREFIX_HITS,
     PROMPT_TOKENS,
+    SLO_REQUESTS,
+    SLO_TOKENS,
     TTFT,
     Metric,
     Metrics,
 )
+from tandem.router.slo import OUTCOMES, RequestSlo, SloClass
 from tandem.router.telemetry.requests import (
     EndedRequest,
     RequestFacts,
@@ -52,9 +56,15 @@ class Outputs:
         self.finish_reasons: list[inference_pb2.FinishReason] = []
 
 
-def make_facts(num_choices: int = 1) -> RequestFacts:
+def make_facts(num_choices: int = 1, slo: RequestSlo | None = None) -> RequestFacts:
     return RequestFacts(
-        request_id="r", arrived=0.0, began=0.0, num_prompt=10, num_choices=num_choices, max_tokens=8
+        request_id="r",
+        arrived=0.0,
+        began=0.0,
+        num_prompt=10,
+        num_choices=num_choices,
+        max_tokens=8,
+        slo=slo,
     )
 
 
@@ -75,11 +85,12 @@ class Requests:
         *reasons: Any,
         error: BaseException | None = None,
         num_choices: int = 1,
+        slo: RequestSlo | None = None,
     ) -> None:
         outputs = Outputs()
         with (
             suppress(BaseException),
-            self.telemetry.track(make_facts(num_choices), self.timeline, outputs),
+            self.telemetry.track(make_facts(num_choices, slo), self.timeline, outputs),
         ):
             outputs.num_generated = num_tokens
             outputs.finish_reasons += reasons
@@ -108,6 +119,27 @@ def test_completions_are_counted_by_why_they_ended() -> None:
         ("length", "length", "stop", "tool_calls"),
     ]
     assert all(each.is_complete for each in requests.ended)
+
+
+def test_requests_of_an_slo_class_are_counted_by_outcome() -> None:
+    requests = Requests()  # of 0.5 s to the first token and 2 s
+    tight, loose = (RequestSlo(f"{ms}", SloClass(ttft_ms=ms)) for ms in (400, 600))
+    requests.run(5, STOP, slo=loose)
+    requests.run(6, LENGTH, slo=tight)
+    requests.run(2, slo=loose, error=Unavailable("no worker"))
+    requests.run(0, slo=loose, error=Overloaded("full"))
+    requests.run(3, slo=loose, error=Cancelled("the client left"))
+    requests.run(9, STOP)
+    counts = {
+        (name, outcome): count
+        for name, outcome in product(("400", "600"), OUTCOMES)
+        if (count := requests.count(SLO_REQUESTS, name, outcome))
+    }
+    assert counts == dict.fromkeys(
+        [("400", "ttft"), ("600", "met"), ("600", "failed"), ("600", "refused")], 1
+    )
+    assert requests.count(SLO_TOKENS, "600", "met") == 5
+    assert requests.count(SLO_TOKENS, "400", "ttft") == 6
 
 
 def test_the_best_of_several_completions_are_counted_alone() -> None:
