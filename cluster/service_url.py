@@ -22,7 +22,7 @@ import grpc
 
 from ..proto import inference_pb2
 from ..proto.addresses import host_of, in_brackets
-from ..proto.errors import InvalidArgument, Unauthenticated, Unavailable
+from ..proto.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated, Unavailable
 from ..router.client.routers import RouterStubs
 from ..router.client.wire import ClientTls, credentials, error_of, open_channel
 from .serve.status import in_order, service_of
@@ -37,6 +37,7 @@ OPTION: Final = "--url"
 _FORMS: Final = "grpc://HOST:PORT, grpcs://HOST:PORT, http://HOST:PORT or https://HOST:PORT"
 _MAX_BYTES: Final = 16 * 1024 * 1024
 _HEALTH_STATUSES: Final = (200, 503)
+_OK: Final = 200
 _NOT_FOUND: Final = 404
 _NOT_HTTP: Final = "the answer is not HTTP"
 
@@ -102,6 +103,26 @@ class ServiceAccess:
         if found.service is None or not found.service["routers"]:
             raise self._refused(found.kind, needed)
         return _without_page(found.service["routers"][0]["console"])
+
+    def read(self, path: str) -> Any:
+        """Returns the JSON object at a path of the HTTP API.
+
+        Raises also PermissionDenied, NotFound and Unavailable, as the API answers.
+        """
+        url = f"{self.api_url()}{path}"
+        status, body = _within(FIND_SECONDS, lambda: self._finder(url)._get(url))
+        if status == Unauthenticated.http_status:
+            raise _needs_key("HTTP API")
+        if status != _OK:
+            kinds = {
+                each.http_status: each for each in (InvalidArgument, NotFound, PermissionDenied)
+            }
+            error = body.get("error") if isinstance(body, dict) else None
+            text = error.get("message") if isinstance(error, dict) else None
+            raise kinds.get(status, Unavailable)(text or f"{url} answers {status}")
+        if not isinstance(body, dict):
+            raise Unavailable(f"{url} does not answer with a JSON object")
+        return body
 
     def status(self) -> tuple[str, dict[str, Any]]:
         """Returns the URL of the status page, and the status of the service as plain data.

@@ -54,6 +54,7 @@ SHARING_PATHS: Final = (
     "cluster/test_runtime.py",
     "cluster/test_service_url.py",
     "cluster/test_status.py",
+    "cluster/test_usage.py",
     "e2e/test_generation.py",
     "e2e/test_parity.py",
     "fuzz/test_fuzz_plans.py",

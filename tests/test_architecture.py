@@ -171,7 +171,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.serve.storage": (
             "cluster.local",
-            "router: api api.batches auth storage",
+            "router: api api.batches auth storage telemetry",
         ),
         "cluster.serve": (
             "cluster: certificate config local nodes scaling scaling.config serve.storage",

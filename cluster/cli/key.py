@@ -1,8 +1,11 @@
-"""`tandem key`: edits the file of API keys, and makes the identity of a service."""
+"""`tandem key`: edits the file of API keys, prints their usage, makes a service's identity."""
 
+import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlencode
 
 import typer
 
@@ -11,12 +14,22 @@ from ...router.auth.keys import ApiKey, create_key, load_keys, parse_expiry, rev
 from ..certificate import make_peer_tls
 from ..config import PeerTlsConfig
 from ..serve.identity_file import write_identity
+from ..service_url import STATUS_URL, ServiceAccess
 from ..tables import make_table, table_console
+from . import options as o
 
 key_app = typer.Typer(
-    help="Edit the file of API keys; make the identity of a service.", no_args_is_help=True
+    help="Edit the file of API keys; print what they used; make the identity of a service.",
+    no_args_is_help=True,
 )
 
+_COUNTS: Final = {
+    "requests": "REQUESTS",
+    "failed": "FAILED",
+    "prompt_tokens": "PROMPT TOKENS",
+    "cached_tokens": "CACHED",
+    "generated_tokens": "GENERATED",
+}
 _DIGITS: Final = 12  # of a digest; enough to identify its key
 
 KeysFile = Annotated[Path, typer.Argument(help="The file of keys.")]
@@ -85,6 +98,37 @@ def revoke_command(file: KeysFile, name: KeyName) -> None:
     Running services refuse it within seconds; its running calls continue.
     """
     revoke_key(file, name)
+
+
+@key_app.command("usage")
+@o.service_options(STATUS_URL)
+def usage_command(
+    service: ServiceAccess,
+    since: Annotated[
+        str, typer.Option(help="The first day, as 2026-11-27 in UTC; by default this day.")
+    ] = "",
+    by_day: Annotated[bool, typer.Option("--by-day", help="Print a line for each day.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the days as JSON.")] = False,
+) -> None:
+    """Print what the requests of each key used: requests, failures, tokens.
+
+    The key of an operator sees all keys, and another one itself. Routers report requests within ten
+    seconds after their end.
+    """
+    rows = service.read(f"/usage?{urlencode({'since': since})}" if since else "/usage")["data"]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    sums: dict[tuple[str, ...], Counter[str]] = {}
+    for row in rows:
+        names = (row["key_name"] or "-", row["tenant"] or "-")
+        key = (row["day"], *names) if by_day else names
+        sums.setdefault(key, Counter()).update({name: row[name] for name in _COUNTS})
+    texts = (["DAY"] if by_day else []) + ["NAME", "TENANT"]
+    table = make_table(*texts, numbers=_COUNTS.values(), boxed=False)
+    for key, counts in sums.items():
+        table.add_row(*key, *(str(counts[name]) for name in _COUNTS))
+    table_console().print(table)
 
 
 @key_app.command("identity")

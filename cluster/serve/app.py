@@ -271,6 +271,7 @@ class Router(Replica):
                 runtime.keep_ready(),
                 runtime.console.run(),
                 runtime.batches.run(),
+                runtime.usage.run(),
                 self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters),
                 *(watch.run() for watch in runtime.watches),
             )

@@ -48,6 +48,7 @@ from ..store.generation_defaults import generation_defaults
 from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
 from .storage.runner import BatchRunner
+from .storage.usage import UsageReporter
 from .telemetry.monitor import RouterMonitor, open_spans
 from .telemetry.trace_file import TraceRecorder
 
@@ -56,6 +57,7 @@ _COMPRESSION: Final = {
     "gzip": grpc.Compression.Gzip,
 }
 _LAST_ANSWER_SECONDS: Final = 0.5  # for the errors of requests that did not end in time
+_LAST_REPORT_SECONDS: Final = 0.5  # for the usage of keys; the store may stop at the same time
 
 
 class RouterRuntime:
@@ -73,12 +75,14 @@ class RouterRuntime:
         monitor: RouterMonitor,
         console: ConsoleFeed,
         batches: BatchRunner,
+        usage: UsageReporter,
         claims: ExitStack,
     ) -> None:
         self.authenticator = authenticator
         self.watches = watches  # their `run` reloads keys and certificates that change
         self.console = console  # its `run` samples the figures that the console shows
         self.batches = batches  # its `run` answers lines of batches
+        self.usage = usage  # its `run` reports what the keys use
         self._claims = claims
         self._registry = registry
         self._admission = admission
@@ -163,6 +167,8 @@ class RouterRuntime:
             resume_policy=ResumePolicy(router.resume_seconds),
             storage=storage,
         )
+        usage = UsageReporter(service.storage, name)
+        monitor.telemetry.observers.append(usage.record)
         with suppress(Unavailable):  # then each chat fails with it, and other requests succeed
             await service.model("").tokenizer.wait_for_chats()
         console = ConsoleFeed(service.telemetry, describe, registry.workers)
@@ -199,6 +205,7 @@ class RouterRuntime:
             monitor,
             console,
             BatchRunner(service, authenticator, name, config.storage.batch_concurrency),
+            usage,
             claims,
         )
 
@@ -270,6 +277,9 @@ class RouterRuntime:
         await self._servers.set_serving(False)
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
         await self._servers.stop(grace + _LAST_ANSWER_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_REPORT_SECONDS):
+                await self.usage.report()
         await self._monitor.close()
         self._claims.close()
         await self._dispatcher.close()

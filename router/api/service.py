@@ -332,6 +332,7 @@ def _facts(request: PreparedRequest) -> RequestFacts:
         max_tokens=submit.max_tokens,
         model=request.model,
         tenant=tokens.tenant,
+        key_name=request.key_name,
         is_chat=request.chat is not None,
         temperature=submit.sampling.temperature,
         top_p=submit.sampling.top_p,

@@ -140,6 +140,7 @@ async def prepare(
         quota=context.caller.quota,
         trace=context.trace,
         slo=slo,
+        key_name=context.caller.key_name,
     )
     if resume_key is None:
         return prepared

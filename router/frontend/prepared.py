@@ -41,6 +41,7 @@ class PreparedRequest:
     dropped_messages: int = 0  # of the chat, by `truncation`
     trace: TraceContext | None = None
     slo: RequestSlo | None = None
+    key_name: str = ""  # of the caller's key
 
     @property
     def progress(self) -> Mapping[int, ChoiceProgress]:

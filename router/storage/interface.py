@@ -120,8 +120,22 @@ class LineAnswer:
     has_failed: bool = field(default=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyUsage:
+    """Counts the requests of one key that ended on one day."""
+
+    day: str  # in UTC, as 2026-11-27
+    key_name: str  # "" for callers without a key
+    tenant: str
+    requests: int  # those that were not refused
+    failed: int  # of these, by an error of the service
+    prompt_tokens: int  # of requests with a first token
+    cached_tokens: int  # of these, from a prefix cache
+    generated_tokens: int
+
+
 class Storage(Protocol):
-    """Stores responses, files and batches.
+    """Stores responses, files and batches, and counts the usage of keys.
 
     A tenant finds only its own entries; the others do not exist for it. Each method raises
     Unavailable if the store does not answer in time.
@@ -181,3 +195,12 @@ class Storage(Protocol):
 
     async def release(self, runner: str) -> None:
         """Lets others claim the requests that `runner` holds."""
+
+    async def add_usage(self, source: str, number: int, usage: Sequence[KeyUsage]) -> None:
+        """Adds counts of requests, unless this report or a later one of `source` was added.
+
+        `number` counts the reports of `source`, which repeats a report without an answer.
+        """
+
+    async def find_usage(self, since: str, owner: Owner | None = None) -> list[KeyUsage]:
+        """Returns the counts from the day `since` on; of one key, or of all."""

@@ -15,12 +15,15 @@ from .interface import (
     MAX_WAIT_SECONDS,
     Batch,
     BatchLine,
+    KeyUsage,
     LineAnswer,
     LineKey,
+    Owner,
     Page,
     StoredFile,
     StoredResponse,
 )
+from .usage import UsageTable
 
 _FIND_FILE: Final = (
     "SELECT id, name, purpose, size, created, expires FROM files "
@@ -52,6 +55,7 @@ class LocalStorage:
         """Opens the database. Raises OSError or sqlite3.Error."""
         self._database = Database(config, clock)
         self._batches = Batches(self._database, monotonic)
+        self._usage = UsageTable(self._database)
         self._has_lines = asyncio.Event()  # set when requests may have become free
 
     def __repr__(self) -> str:
@@ -212,6 +216,12 @@ class LocalStorage:
     async def release(self, runner: str) -> None:
         self._batches.release(runner)
         self._has_lines.set()
+
+    async def add_usage(self, source: str, number: int, usage: Sequence[KeyUsage]) -> None:
+        self._usage.add(source, number, usage)
+
+    async def find_usage(self, since: str, owner: Owner | None = None) -> list[KeyUsage]:
+        return self._usage.find(since, owner)
 
     def _delete(self, statement: str, tenant: str, entry_id: str) -> bool:
         """Deletes an entry; returns False if it does not exist."""

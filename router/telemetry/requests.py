@@ -67,6 +67,7 @@ class RequestFacts:
     max_tokens: int  # of each choice
     model: str = ""
     tenant: str = ""
+    key_name: str = ""  # of the caller's key
     is_chat: bool = False
     temperature: float = 0.0
     top_p: float = 1.0

@@ -279,6 +279,21 @@ def test_the_dashboard_command_names_every_page(service: Any, keys: dict[str, st
     assert f"-L {port}:{service.http_addresses[0]}" in lines[-1]
 
 
+def test_the_usage_of_keys_is_counted(service: Any, keys: dict[str, str]) -> None:
+    from tandem.cluster.cli.main import app
+
+    def rows() -> dict[str, list[str]]:
+        command = ["key", "usage", "--url", service.status_url]
+        done = CliRunner().invoke(app, command, env=os.environ | {"TANDEM_API_KEY": keys["ops"]})
+        return {name: rest for name, *rest in map(str.split, done.output.splitlines()[1:])}
+
+    wait(lambda: "ops" in rows())  # of the tests before, which the router reports soon
+    tenant, requests, failed, *tokens = rows()["ops"]
+    assert (tenant, failed) == ("ops", "0")
+    assert int(requests) > 0
+    assert len(tokens) == 3
+
+
 def code_of(url: str, key: str = "") -> int:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:

@@ -10,8 +10,10 @@ from ....proto.errors import Unavailable
 from ....router.storage.interface import (
     Batch,
     BatchLine,
+    KeyUsage,
     LineAnswer,
     LineKey,
+    Owner,
     Page,
     Storage,
     StoredFile,
@@ -102,6 +104,14 @@ class RemoteStorage(Storage):
     @override
     async def release(self, runner: str) -> None:
         await self._call("release", runner)
+
+    @override
+    async def add_usage(self, source: str, number: int, usage: Sequence[KeyUsage]) -> None:
+        await self._call("add_usage", source, number, usage)
+
+    @override
+    async def find_usage(self, since: str, owner: Owner | None = None) -> list[KeyUsage]:
+        return list(await self._call("find_usage", since, owner))
 
     async def _call(self, method: str, *args: Any, wait: float = 0.0) -> Any:
         try:

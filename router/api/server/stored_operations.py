@@ -1,4 +1,4 @@
-"""Lists the paths of stored responses, files and batches, and their functions.
+"""Lists the paths of stored responses, files, batches and usage, and their functions.
 
 Each function takes the service and the request.
 """
@@ -16,8 +16,15 @@ from ..openai.openapi import LIST_PARAMETERS, MODEL_NAME, ORDER, Operation, ok
 from ..openai.respond import respond_without_body
 from ..responses.stored import delete_response, get_response, list_input_items
 from ..service import GenerationService
+from ..usage import answer_usage
 
 _ERRORS: Final = (400, 401, 403, 404, 429, 503)
+_SINCE: Final = {
+    "name": "since",
+    "in": "query",
+    "description": "The first day in UTC, by default this day.",
+    "schema": {"type": "string", "format": "date"},
+}
 _UPLOAD: Final = {
     "type": "object",
     "properties": {
@@ -100,6 +107,16 @@ _OPERATIONS: Final[list[tuple[str, Operation, Stored]]] = [
         "/v1/batches/{name}/cancel",
         _operation("Cancels a batch.", "Batch", verb="POST"),
         cancel_batch,
+    ),
+    (
+        "/usage",
+        Operation(
+            "Returns what the requests of each API key used, by day.",
+            ok("List"),
+            _ERRORS,
+            parameters=(_SINCE,),
+        ),
+        answer_usage,
     ),
 ]
 

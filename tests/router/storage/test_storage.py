@@ -17,12 +17,14 @@ from tandem.router.storage.interface import (
     MAX_RESPONSES,
     Batch,
     BatchLine,
+    KeyUsage,
     LineAnswer,
     Owner,
     Page,
     StoredResponse,
 )
 from tandem.router.storage.local import LocalStorage
+from tandem.router.storage.usage import KEPT_DAYS
 
 MIB = 1 / 1024  # GiB
 
@@ -418,3 +420,53 @@ async def test_each_line_is_answered_exactly_once(
             assert found.status == "cancelled"
     case.store.check_integrity()
     case.store.close()
+
+
+def usage(day: str, key_name: str = "laptop", tenant: str = "ada", count: int = 1) -> KeyUsage:
+    return KeyUsage(
+        day=day,
+        key_name=key_name,
+        tenant=tenant,
+        requests=count,
+        failed=0,
+        prompt_tokens=10 * count,
+        cached_tokens=4 * count,
+        generated_tokens=7 * count,
+    )
+
+
+async def test_usage_adds_up_and_outlives_the_process(tmp_path: Path) -> None:
+    case = make(StorageConfig(folder=str(tmp_path)))
+    case.clock.now = 1_764_000_000.0  # 2025-11-24
+    await case.store.add_usage("one", 1, [usage("2025-11-23"), usage("2025-11-24", "phone")])
+    await case.store.add_usage("two", 1, [usage("2025-11-23", count=2)])
+    await case.store.add_usage("one", 2, [usage("2025-11-24", count=3)])
+    await case.store.add_usage("two", 2, [usage("2025-11-24", "laptop", "bob")])
+    expected = [
+        usage("2025-11-24", count=3),
+        usage("2025-11-24", "laptop", "bob"),
+        usage("2025-11-24", "phone"),
+        usage("2025-11-23", count=3),
+    ]
+    assert await case.store.find_usage("2025-01-01") == expected
+    case.restart()
+    assert await case.store.find_usage("2025-01-01") == expected
+    assert await case.store.find_usage("2025-11-24") == expected[:3]
+    phone = Owner(tenant="ada", key_name="phone")
+    assert await case.store.find_usage("2025-01-01", phone) == [expected[2]]
+
+
+async def test_a_repeated_report_of_usage_counts_once() -> None:
+    case = make()
+    for number in (1, 1, 2, 1, 2):
+        await case.store.add_usage("one", number, [usage("2025-11-24")])
+    assert await case.store.find_usage("2025-01-01") == [usage("2025-11-24", count=2)]
+
+
+async def test_old_usage_is_deleted() -> None:
+    case = make()
+    case.clock.now = 1_764_000_000.0
+    await case.store.add_usage("one", 1, [usage("2025-11-24")])
+    case.clock.now += (KEPT_DAYS + 1) * 86_400
+    await case.store.add_usage("one", 2, [usage("2027-01-01")])
+    assert await case.store.find_usage("2000-01-01") == [usage("2027-01-01")]

@@ -1,0 +1,74 @@
+"""Adds up what the requests of each API key used, by day."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, fields
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from .database import Database
+from .interface import KeyUsage, Owner
+
+KEPT_DAYS: Final = 400
+MAX_ROWS: Final = 100_000
+"""Rows of one answer: each key has one row a day."""
+
+_FIELDS: Final = [field.name for field in fields(KeyUsage)]
+_COUNTS: Final = _FIELDS[3:]
+_ADDED: Final = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)
+_MAX_SOURCES: Final = 1_024
+
+TABLE: Final = f"""
+CREATE TABLE IF NOT EXISTS key_usage (
+    day TEXT, key_name TEXT, tenant TEXT,
+    {", ".join(f"{name} INTEGER NOT NULL" for name in _COUNTS)},
+    PRIMARY KEY (day, key_name, tenant)
+)
+"""
+
+
+def day_of(seconds: float) -> str:
+    """Returns the day in UTC of a time in seconds since the epoch, as 2026-11-27."""
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+
+
+class UsageTable:
+    """Holds the counts in the table of a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        database.execute(TABLE)
+        self._last: dict[str, int] = {}  # the number of the last report of each source
+
+    def add(self, source: str, number: int, usage: Sequence[KeyUsage]) -> None:
+        """Adds the counts of a report, unless it has been added before.
+
+        `number` increases with each report of a source, which repeats a report without an answer.
+        """
+        if number <= self._last.get(source, 0):
+            return
+        marks = ", ".join("?" * (3 + len(_COUNTS)))
+        with self._database.transaction() as database:
+            for each in usage:
+                database.execute(
+                    f"INSERT INTO key_usage VALUES ({marks}) ON CONFLICT DO UPDATE SET {_ADDED}",
+                    *astuple(each),
+                )
+            oldest = datetime.fromtimestamp(database.clock(), UTC) - timedelta(days=KEPT_DAYS)
+            database.execute("DELETE FROM key_usage WHERE day < ?", oldest.date().isoformat())
+        self._last.pop(source, None)
+        self._last[source] = number
+        if len(self._last) > _MAX_SOURCES:
+            del self._last[next(iter(self._last))]
+
+    def find(self, since: str, owner: Owner | None) -> list[KeyUsage]:
+        """Returns the counts from a day on, the newest first; of one key, or of all."""
+        rows = self._database.execute(
+            "SELECT * FROM key_usage WHERE day >= ? AND (? OR (key_name = ? AND tenant = ?)) "
+            "ORDER BY day DESC, key_name, tenant LIMIT ?",
+            since,
+            owner is None,
+            owner.key_name if owner else "",
+            owner.tenant if owner else "",
+            MAX_ROWS,
+        )
+        return [KeyUsage(**dict(zip(_FIELDS, row, strict=True))) for row in rows]
