@@ -385,7 +385,7 @@ REFUSED: Final = {
     "enforce_eager": "CUDA graphs cannot be switched off",
     "compilation_config": "nothing is compiled by torch",
     "distributed_executor_backend": "the processes of a service are always started by Ray",
-    "scheduling_policy": "requests are always ordered by priority, then by tenant, SLO class and deadline",
+    "scheduling_policy": "requests go by priority, then by tenant, SLO class and deadline",
     "max_cpu_loras": "max_loras bounds the adapters of a worker",
     "lora_dtype": "adapters have the model's dtype",
     "limit_mm_per_prompt": "prompts are text",

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from itertools import count
 from typing import Final, Generic, Protocol, TypeVar
 
-_MAX_CHUNK: Final = 512  # entries; a queue of the usual bound has at most a few chunks
+_MAX_CHUNK: Final = 512  # entries
 
 
 class DueEntry(Hashable, Protocol):
@@ -27,8 +27,8 @@ _Key = tuple[float, float]  # due time, number of the arrival
 class DueOrder(Generic[T]):
     """Holds entries, the earliest due time first, and the first come first of equal ones.
 
-    The entries lie in sorted chunks with the sums of their tokens, so each operation takes
-    O(sqrt n) at the usual bounds of queues.
+    The entries lie in sorted chunks with the sums of their tokens, so an operation looks at the
+    entries of one chunk and at one number of each other chunk.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class DueOrder(Generic[T]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, entry: object) -> bool:
+    def __contains__(self, entry: T) -> bool:
         return entry in self._keys
 
     def __iter__(self) -> Iterator[T]:

@@ -4,13 +4,13 @@ The next tenant is the one with the least running work, so neither of two waitin
 than half for long, however long its requests run (max-min fairness). Between tenants with equal
 running work, the queue is a start-time fair queue (Goyal et al., 1996) on tokens with equal
 weights: every tenant of a priority has a tag, the number of its served tokens, and the least tag is
-next. A tenant that comes back begins at the present tag of its priority: it gets no credit. Due times
-order only the entries of one tenant (due_order.py), so no tenant gets more by earlier due times.
+next. A tenant that comes back begins at the present tag of its priority: it gets no credit. Due
+times order only the entries of one tenant (due_order.py), so no tenant gets more by earlier ones.
 Entries of equal due times are served first come, first served.
 
 When the queue is full, the tenant with the longest backlog gives way to one with a shorter backlog
-(longest queue drop, Suter et al., 1998), and a lower priority to a higher one. Operations
-are O(log n) in tenants, and O(sqrt n) in the entries of a tenant. Knows nothing of time and I/O.
+(longest queue drop, Suter et al., 1998), and a lower priority to a higher one. Every operation is
+O(log n) in tenants; DueOrder states the cost in a tenant's entries. Knows nothing of time and I/O.
 """
 
 import heapq

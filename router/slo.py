@@ -1,4 +1,4 @@
-"""Defines SLO classes: the latencies that requests are to have, by which they wait and are judged."""
+"""Defines SLO classes: latencies that order waiting requests and judge ended ones."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple, Self, get_args

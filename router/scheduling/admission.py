@@ -1,8 +1,9 @@
 """Admits a request to the workers, queues it, or refuses it.
 
 Requests wait in the router and not at the workers, because only the router can still choose their
-order: by priority, fair among tenants, and of a tenant the one that is due first (fair_queue.py). Workers get only the work that keeps them busy (worker_state.py). A request
-that cannot be served in time is refused at once, so that the caller can try elsewhere.
+order: by priority, fair among tenants, and of a tenant the one that is due first (fair_queue.py).
+Workers get only the work that keeps them busy (worker_state.py). A request that cannot be served in
+time is refused at once, so that the caller can try elsewhere.
 
 The predicted wait until its prompt begins is the longer one of two predictions. Both count the
 prompts that the workers have from all routers. The first assumes that the workers compute the
