@@ -63,10 +63,11 @@ class RequestSlo(NamedTuple):
     name: str
     limits: SloClass
 
-    def first_token_due(self, arrived: float) -> float | None:
-        """Returns the time by which the first token is due; None without a limit on TTFT."""
-        ttft_ms = self.limits.ttft_ms
-        return None if ttft_ms is None else arrived + ttft_ms / 1000
+
+def first_token_due(slo: RequestSlo | None, arrived: float) -> float | None:
+    """Returns the time by which the first token is due; None without a limit on TTFT."""
+    ttft_ms = None if slo is None else slo.limits.ttft_ms
+    return None if ttft_ms is None else arrived + ttft_ms / 1000
 
 
 def find_slo(classes: SloClasses, service_tier: str) -> RequestSlo | None:

@@ -28,7 +28,7 @@ from ..resume.policy import ResumePolicy
 from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
 from ..scheduling.capacity import Capacity
-from ..slo import find_slo
+from ..slo import find_slo, first_token_due
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..telemetry.requests import RequestFacts, RequestTelemetry, count_slo
@@ -152,7 +152,7 @@ class GenerationService:
                         caller.tenant,
                         caller.priority(request.priority),
                         context.deadline,
-                        slo and slo.first_token_due(context.arrived),
+                        first_token_due(slo, context.arrived),
                     )
                 except Overloaded:
                     count_slo(self.metrics, slo, "refused")

@@ -20,7 +20,7 @@ from ..resume.tokens import (
     ResumeKey,
     digest_request,
 )
-from ..slo import SloClasses, find_slo
+from ..slo import SloClasses, find_slo, first_token_due
 from ..stopping.rules import stop_rules
 from ..telemetry.trace import TraceContext
 from ..turns import droppable_parts, without
@@ -126,7 +126,7 @@ async def prepare(
             tenant=context.caller.tenant,
             arrived=context.arrived,
             deadline=context.deadline,
-            first_token_due=slo and slo.first_token_due(context.arrived),
+            first_token_due=first_token_due(slo, context.arrived),
             ends_at=_ends_at(stopping, context),
         ),
         num_answers=num_answers(request),

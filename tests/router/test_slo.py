@@ -8,7 +8,7 @@ from tandem.cluster.bench.metrics import RequestRecord, meets
 from tandem.cluster.config import load_config
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.router.slo import RequestSlo, SloClass, SloOutcome, find_slo
+from tandem.router.slo import RequestSlo, SloClass, SloOutcome, find_slo, first_token_due
 
 INTERACTIVE = SloClass(ttft_ms=500, tpot_ms=30)
 BATCH = SloClass(e2e_ms=60_000)
@@ -68,8 +68,9 @@ def test_a_request_names_its_class() -> None:
 
 
 def test_only_a_limit_on_ttft_makes_a_first_token_due() -> None:
-    assert RequestSlo("interactive", INTERACTIVE).first_token_due(10.0) == 10.5
-    assert RequestSlo("batch", BATCH).first_token_due(10.0) is None
+    assert first_token_due(RequestSlo("interactive", INTERACTIVE), 10.0) == 10.5
+    assert first_token_due(RequestSlo("batch", BATCH), 10.0) is None
+    assert first_token_due(None, 10.0) is None
 
 
 @pytest.mark.parametrize(
