@@ -102,6 +102,23 @@ def test_no_other_order_has_a_smaller_greatest_lateness(
     assert lateness(served) <= lateness(list(data.draw(st.permutations(jobs))))
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), max_size=20),
+    st.integers(0, 9),
+)
+def test_the_tokens_ahead_of_a_tenant_alone_are_those_served_before(
+    jobs: list[tuple[int, int]], due: int
+) -> None:
+    waiting = queue()
+    for num_tokens, each_due in jobs:
+        waiting.push(entry(num_tokens=num_tokens, due=each_due))
+    new = entry(due=due)
+    ahead = waiting.tokens_ahead(new)
+    waiting.push(new)
+    before = itertools.takewhile(lambda one: one is not new, iter(waiting.pop, None))
+    assert sum(one.num_tokens for one in before) == ahead
+
+
 def test_a_full_queue_gives_up_what_is_due_last() -> None:
     waiting = queue(max_requests=3)
     dues = [entry("flood", due=due) for due in (2, 9, 1)]
