@@ -121,13 +121,13 @@ def usage_command(
         return
     sums: dict[tuple[str, ...], Counter[str]] = {}
     for row in rows:
-        names = (row["key_name"] or "-", row["tenant"] or "-")
-        key = (row["day"], *names) if by_day else names
-        sums.setdefault(key, Counter()).update({name: row[name] for name in _COUNTS})
+        day = (row["day"],) if by_day else ()
+        names = (*day, row["key_name"] or "-", row["tenant"] or "-")
+        sums.setdefault(names, Counter()).update({name: row[name] for name in _COUNTS})
     texts = (["DAY"] if by_day else []) + ["NAME", "TENANT"]
     table = make_table(*texts, numbers=_COUNTS.values(), boxed=False)
-    for key, counts in sums.items():
-        table.add_row(*key, *(str(counts[name]) for name in _COUNTS))
+    for names, counts in sums.items():
+        table.add_row(*names, *(str(counts[name]) for name in _COUNTS))
     table_console().print(table)
 
 
