@@ -120,12 +120,12 @@ def usage_command(
         typer.echo(json.dumps(rows, indent=2))
         return
     sums: dict[tuple[str, ...], Counter[str]] = {}
+    texts = {"day": "DAY"} if by_day else {}
+    texts |= {"key_name": "NAME", "tenant": "TENANT"}
     for row in rows:
-        day = (row["day"],) if by_day else ()
-        names = (*day, row["key_name"] or "-", row["tenant"] or "-")
-        sums.setdefault(names, Counter()).update({name: row[name] for name in _COUNTS})
-    texts = (["DAY"] if by_day else []) + ["NAME", "TENANT"]
-    table = make_table(*texts, numbers=_COUNTS.values(), boxed=False)
+        own = tuple(str(row[name] or "-") for name in texts)
+        sums.setdefault(own, Counter()).update({name: row[name] for name in _COUNTS})
+    table = make_table(*texts.values(), numbers=_COUNTS.values(), boxed=False)
     for names, counts in sums.items():
         table.add_row(*names, *(str(counts[name]) for name in _COUNTS))
     table_console().print(table)
