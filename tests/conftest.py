@@ -42,6 +42,7 @@ SHARING_PATHS: Final = (
     "cluster/local/test_batch_runs.py",
     "cluster/local/test_llm.py",
     "cluster/local/test_local_ranks.py",
+    "cluster/planner/test_measure.py",
     "cluster/scaling/test_policy.py",
     "cluster/store",
     "cluster/test_app.py",

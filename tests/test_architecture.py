@@ -185,6 +185,13 @@ ARROWS: dict[str, set[str]] = {
             "workers: host kv_cache",
             "workers.model: config costs device registry",
         ),
+        "cluster.planner.profile": ("cluster.sim", "workers.engine"),
+        "cluster.planner": (
+            "cluster: bench cli.options config local planner.profile sim store",
+            "router: api api.server client dispatch frontend scheduling",
+            "workers: engine host kv_cache serve tp",
+            "workers.model: device kv",
+        ),
         "cluster.cli.options": ("cluster: service_url settings text_files", "router.client"),
         "cluster.stop_signals": (),
         "cluster.cli.answers": ("cluster.tables", "router: client telemetry"),

@@ -88,6 +88,7 @@ class StepCosts:
         return replace(self, **terms)
 
 
+_AMOUNTS: Final = tuple(each.name for each in fields(StepWork))
 _TERMS: Final = tuple(each.name for each in fields(StepCosts) if each.name != "measured")
 
 
@@ -96,6 +97,16 @@ class StepSample(NamedTuple):
 
     work: StepWork
     seconds: float
+
+    def as_row(self) -> tuple[float, ...]:
+        """Returns the amounts of the work, and the seconds."""
+        return *astuple(self.work), self.seconds
+
+    @classmethod
+    def of_row(cls, row: Sequence[float]) -> Self:
+        """Returns the sample of a row as of `as_row`."""
+        *amounts, seconds = row
+        return cls(StepWork(**dict(zip(_AMOUNTS, map(int, amounts), strict=True))), seconds)
 
 
 class StepFit(NamedTuple):
@@ -147,10 +158,7 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
         others = np.delete(rows, index, axis=0)
         errors.append(float(rows[index] @ nonnegative_least_squares(others, _ones(others)) - 1))
     found = nonnegative_least_squares(rows, _ones(rows))
-    measured = {
-        each.name: max(getattr(sample.work, each.name) for sample in samples)
-        for each in fields(StepWork)
-    }
+    measured = {name: max(getattr(sample.work, name) for sample in samples) for name in _AMOUNTS}
     costs = StepCosts(
         **dict(zip(_TERMS, map(float, found), strict=True)), measured=StepWork(**measured)
     )

@@ -173,19 +173,20 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         ranks: Sequence[str] = (),
         metrics: Metrics = NULL_METRICS,
         listens: bool = True,
+        loaded: tuple[TpCoordinator, Rank] | None = None,
     ) -> Self:
         """Loads the model, binds the port and serves, as the only worker of this process.
 
         `ranks` are the addresses of the `RankServer`s of ranks 1, 2, ... of the group, which have
         the same RankConfig. Without `listens` there is no port, and all requests come through
-        `serve_session`.
+        `serve_session`. `loaded` is the result of `TpCoordinator.load`, if the model is loaded.
 
         Raises the errors of `TpCoordinator.load`, such as CheckpointError for a bad model folder,
         and OSError if the port is in use.
         """
         keep_freed_memory()
         enter_device(config.rank.device)  # this thread reads and writes KV cache
-        coordinator, rank = await TpCoordinator.load(config.rank, ranks)
+        coordinator, rank = loaded or await TpCoordinator.load(config.rank, ranks)
         try:
             worker = await cls.serve(
                 rank,

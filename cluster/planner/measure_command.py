@@ -1,0 +1,104 @@
+"""`tandem plan measure`: measures a model on this machine and writes a profile."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Final, get_args
+
+import typer
+
+from ...proto.errors import InvalidArgument
+from ...workers.kv_cache.layout import ITEM_BYTES
+from ..cli.options import check_choice
+from ..config import KvCacheDtype, Quantization, load_config
+from ..store.checked import checked_folder
+from .profile import describe_fit
+
+DEFAULT_CONTEXT: Final = 4096
+_MAX_WORKERS: Final = 64
+
+
+def measure_command(
+    model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
+    seconds: Annotated[
+        float, typer.Option(help="Time of the measurement, besides the time to load the model.")
+    ] = 60.0,
+    out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.json"),
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Workers that share this machine; may be given several times. Default: 1 and 2 on "
+            "CPUs, 1 on GPUs."
+        ),
+    ] = None,
+    context_tokens: Annotated[
+        int, typer.Option(help="Tokens of the longest sequence to measure.", min=64, max=1_048_576)
+    ] = DEFAULT_CONTEXT,
+    tp: Annotated[int, typer.Option(help="Ranks of a worker.", min=1, max=64)] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quantization: Annotated[
+        str | None, typer.Option(help="Of the weights: int8, int4 or fp8.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8, fp8 or int4.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Measure MODEL on this machine and write a profile for `tandem plan service`.
+
+    Starts workers as a service would, and a router. Measures the steps of an engine over a grid of
+    batches, contexts and prompts, decodes and prompts mixed as well; the time between two steps;
+    the CPU time of a router for a request and for a token; KV transfers; and how much longer steps
+    take while the other workers on the same cores compute. Prints the fitted costs and their
+    leave-one-out error: the error of a prediction for a step that was left out of the fit.
+    """
+    check_choice("--dtype", dtype, ITEM_BYTES)
+    check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
+    if quantization is not None:
+        check_choice("--quantization", quantization, get_args(Quantization))
+    numbers = workers or ([1, 2] if device == "cpu" else [1])
+    if not all(1 <= each <= _MAX_WORKERS for each in numbers):
+        raise InvalidArgument(f"must be from 1 to {_MAX_WORKERS}", "--workers")
+    if not os.access(out.parent, os.W_OK):
+        raise InvalidArgument(f"the folder of {out} cannot be written", "--out")
+    config = load_config(
+        overrides={
+            "model": model,
+            "dtype": dtype,
+            "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
+            "device": device,
+            "prefill.tp": tp,
+            "decode.tp": tp,
+        }
+    )
+    folder = checked_folder(config)
+    from .measure import measure_profile  # with torch, which takes a second
+
+    profile = measure_profile(
+        config,
+        folder,
+        workers=numbers,
+        seconds=seconds,
+        context_tokens=context_tokens,
+        report=lambda line: typer.echo(line, err=True),
+    )
+    out.write_text(profile.model_dump_json(indent=1) + "\n")
+    for worker in profile.workers:
+        typer.echo(describe_fit(worker))
+        if worker.workers > 1:
+            typer.echo(f"contention: steps take {worker.contention:.2f} times as long")
+        typer.echo(
+            f"host: {1e3 * worker.host_seconds:.3g} ms between two steps + "
+            f"{1e6 * worker.host_seconds_per_sequence:.3g} us a sequence"
+        )
+    if profile.router is not None:
+        typer.echo(
+            f"router: {1e6 * profile.router.seconds_per_request:,.0f} us a request, "
+            f"{1e6 * profile.router.seconds_per_token:,.0f} us a token"
+        )
+    if profile.transfer is not None:
+        typer.echo(
+            f"KV transfer ({profile.transfer.transport}): {1e3 * profile.transfer.seconds:.3g} ms, "
+            f"{profile.transfer.bytes_per_second / 1e9:.3g} GB/s"
+        )
+    typer.echo(f"wrote {out}")

@@ -1,0 +1,245 @@
+"""Runs the processes of a measurement: workers as they would serve, and a router.
+
+`python -m tandem.cluster.planner.process` reads a line of JSON from standard input, a ProcessSpec,
+and then one command in each line; it answers each with a line of JSON. It ends with its input.
+"""
+
+import asyncio
+import base64
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ...proto import worker_pb2
+from ...proto.errors import Unavailable
+from ...proto.identity import PeerIdentity
+from ...router.api.server.servers import ApiServers
+from ...router.api.service import GenerationService
+from ...router.dispatch.dispatcher import Dispatcher
+from ...router.frontend.prepare import ServedModel
+from ...router.frontend.tokenizer import Tokenizer
+from ...router.scheduling.registry import WorkerRegistry
+from ...workers.host.malloc import keep_freed_memory
+from ...workers.host.threads import in_thread
+from ...workers.model.device import enter_device
+from ...workers.model.kv.store import PagedKv
+from ...workers.serve.worker import Worker, WorkerConfig
+from ...workers.tp.coordinator import TpCoordinator
+from ...workers.tp.rank import Rank, enter_engine_thread
+from ..config import PoolRole, TandemConfig
+from ..local.environment import ROUTER_ENVIRONMENT, compute_environment
+from ..local.ranks import local_ranks
+from ..local.worker import rank_threads, worker_config
+from ..sim.cost import StepSample
+from .grid import list_scenarios, measure_grid
+
+_HOST: Final = "127.0.0.1"
+_END_SECONDS: Final = 10.0
+
+Answer = dict[str, Any]
+
+
+class ProcessSpec(BaseModel):
+    """Describes a process of the measurement."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["worker", "router"]
+    config: TandemConfig
+    folder: str
+    identity: str
+    role: PoolRole = "decode"  # of a worker
+    workers: int = 1  # that share this machine
+    addresses: tuple[str, ...] = ()  # of a router: its workers, as base64 of WorkerInfo
+
+
+class MeasuredProcess:
+    """Sends commands to a process of the measurement."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    async def call(self, **command: Any) -> Answer:
+        """Returns the answer to a command. Raises Unavailable if the process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        return await self.answer()
+
+    async def answer(self) -> Answer:
+        """Returns the next answer; the first one follows the start."""
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise Unavailable("a process of the measurement has ended; see its message above")
+        found: Answer = json.loads(line)
+        return found
+
+
+@asynccontextmanager
+async def run_process(spec: ProcessSpec) -> AsyncIterator[tuple[MeasuredProcess, Answer]]:
+    """Runs a process while the context lasts. Yields it with its first answer."""
+    pool = spec.config.pools[spec.role]
+    environment = ROUTER_ENVIRONMENT if spec.kind == "router" else compute_environment(pool)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", __name__),
+        stdin=PIPE,
+        stdout=PIPE,
+        env=os.environ | environment,
+        start_new_session=True,
+        limit=1 << 24,
+    )
+    child = MeasuredProcess(process)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(spec.model_dump_json().encode() + b"\n")
+        yield child, await child.answer()
+    finally:
+        with suppress(ProcessLookupError, BrokenPipeError):
+            assert process.stdin is not None
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _run_worker(spec: ProcessSpec) -> None:
+    config = spec.config
+    pool = config.pools[spec.role]
+    num_ranks = spec.workers * pool.tp
+    num_threads = rank_threads(pool.num_threads, num_ranks, pool.num_cpus)
+    own = worker_config(
+        config,
+        spec.role,
+        spec.folder,
+        num_threads,
+        PeerIdentity.from_text(spec.identity),
+        host=_HOST,
+        ranks_per_node=num_ranks,
+    )
+    async with AsyncExitStack() as scope:
+        ranks = await scope.enter_async_context(
+            local_ranks(own.rank, pool.tp - 1, compute_environment(pool))
+        )
+        keep_freed_memory()
+        enter_device(config.device)
+        coordinator, rank = await TpCoordinator.load(own.rank, ranks)
+        scope.push_async_callback(coordinator.close)
+        _touch(rank)
+        commands = {
+            "grid": partial(_measure, own, rank),
+            "serve": partial(_serve, own, rank, coordinator, spec.role, scope),
+        }
+        engine = rank.engine_config(own.budgets)
+        first = {
+            "threads": num_threads,
+            "num_blocks": rank.num_blocks,
+            "block_size": rank.block_size,
+            "context_tokens": min(rank.context_tokens, engine.capacity_tokens),
+            "vocab_size": rank.vocab_size,
+            "token_bytes": rank.kv.layout.bytes_per_token,
+            "overlap": engine.overlap,
+            "budgets": {
+                name: getattr(engine.budgets, name)
+                for name in (
+                    "chunk_tokens",
+                    "mixed_chunk_tokens",
+                    "mixed_step_factor",
+                    "max_sequences",
+                )
+            },
+        }
+        await _answer_commands(first, commands)
+
+
+def _touch(rank: Rank) -> None:
+    """Writes to all KV memory: pages that nobody has written are not read from memory."""
+    assert isinstance(rank.kv, PagedKv)
+    for parts in rank.kv.layers:
+        for part in parts:
+            part.fill_(1)
+
+
+async def _measure(
+    own: WorkerConfig, rank: Rank, *, seconds: float, context_tokens: int, every: int = 1
+) -> Answer:
+    """Measures the grid, or each `every`-th scenario of it, in a thread like the engine's."""
+    engine = rank.engine_config(own.budgets)
+    scenarios = list_scenarios(
+        engine.budgets,
+        context_tokens=context_tokens,
+        capacity_tokens=engine.capacity_tokens,
+    )
+
+    def measure() -> Sequence[StepSample]:
+        enter_engine_thread(own.rank)
+        return measure_grid(rank.executor, engine, scenarios[::every], rank.vocab_size, seconds)
+
+    samples = await in_thread(measure, "tandem-engine")
+    return {"samples": [each.as_row() for each in samples]}
+
+
+async def _serve(
+    own: WorkerConfig,
+    rank: Rank,
+    coordinator: TpCoordinator,
+    role: PoolRole,
+    scope: AsyncExitStack,
+) -> Answer:
+    """Serves routers from now on; answers with the worker's entry in the directory."""
+    worker = await Worker.start(own, worker_id=f"{role}-1", role=role, loaded=(coordinator, rank))
+    scope.push_async_callback(worker.stop)
+    return {"info": base64.b64encode(worker.info().SerializeToString()).decode()}
+
+
+async def _run_router(spec: ProcessSpec) -> None:
+    folder = Path(spec.folder)
+    infos = [worker_pb2.WorkerInfo.FromString(base64.b64decode(each)) for each in spec.addresses]
+    registry = WorkerRegistry()
+    registry.update(infos)
+    dispatcher = Dispatcher(registry, identity=PeerIdentity.from_text(spec.identity))
+    model = ServedModel(
+        name=spec.config.served_name,
+        tokenizer=await asyncio.to_thread(Tokenizer.load, folder),
+        context_tokens=min(each.context_tokens for each in infos),
+    )
+    server = await ApiServers.start(GenerationService([model], dispatcher))
+    await server.set_serving(True)
+    await _answer_commands({"grpc": server.grpc_address, "http": server.http_address}, {})
+    await server.stop(0)
+    await dispatcher.close()
+
+
+async def _answer_commands(
+    first: Answer, commands: Mapping[str, Callable[..., Awaitable[Answer]]]
+) -> None:
+    """Writes the first answer, then reads and answers commands until the end of the input."""
+    _write(first)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        _write(await commands[command.pop("name")](**command))
+
+
+def _write(answer: Answer) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _main() -> None:
+    spec = ProcessSpec.model_validate_json(sys.stdin.readline())
+    asyncio.run(_run_router(spec) if spec.kind == "router" else _run_worker(spec))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,186 @@
+"""Describes a measured profile: what `tandem plan measure` writes and `tandem plan service` reads.
+
+Imports neither torch nor Ray.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...proto.errors import InvalidArgument
+from ...workers.engine.config import Budgets
+from ..sim.cost import ServiceCosts, StepCosts, StepFit, StepSample, fit_steps
+
+FORMAT: Final = 1
+_CONFIG: Final = ConfigDict(frozen=True, extra="forbid")
+
+
+class ProfiledBudgets(BaseModel):
+    """Holds the budgets of a measured worker; see `Budgets`."""
+
+    model_config = _CONFIG
+
+    chunk_tokens: int
+    mixed_chunk_tokens: int
+    mixed_step_factor: float | None
+    max_sequences: int
+
+    def as_budgets(self) -> Budgets:
+        """Returns the budgets of an engine."""
+        return Budgets(**self.model_dump())
+
+
+class WorkerProfile(BaseModel):
+    """Holds the measurements of one worker, beside others on the same machine."""
+
+    model_config = _CONFIG
+
+    workers: int = Field(ge=1)  # that shared the machine's cores and memory
+    threads: int
+    num_blocks: int
+    block_size: int
+    context_tokens: int  # of the longest sequence
+    overlap: bool
+    budgets: ProfiledBudgets
+    # Each a measured step: sequences, context tokens, prompt tokens, prompt context, seconds.
+    grid: tuple[tuple[float, ...], ...]
+    # How much longer the steps take while the other workers compute as well.
+    contention: float = Field(default=1.0, ge=1.0)
+    # Seconds between two steps of a served stream, in addition to the step.
+    host_seconds: float = Field(default=0.0, ge=0.0)
+    host_seconds_per_sequence: float = Field(default=0.0, ge=0.0)
+
+    @property
+    def samples(self) -> list[StepSample]:
+        return [StepSample.of_row(row) for row in self.grid]
+
+    def fit(self) -> StepFit:
+        """Returns the costs fitted to the grid, without the host's time."""
+        return fit_steps(self.samples)
+
+    def costs(self) -> StepCosts:
+        """Returns the costs of a step of a serving worker."""
+        costs = self.fit().costs
+        return replace(
+            costs,
+            fixed=costs.fixed + self.host_seconds,
+            each_sequence=costs.each_sequence + self.host_seconds_per_sequence,
+        )
+
+
+class TransferProfile(BaseModel):
+    """Holds the measured cost of a KV transfer between two workers."""
+
+    model_config = _CONFIG
+
+    seconds: float = Field(ge=0.0)  # without bytes
+    bytes_per_second: float = Field(gt=0.0)
+    transport: str
+
+
+class RouterProfile(BaseModel):
+    """Holds the measured CPU time of a router."""
+
+    model_config = _CONFIG
+
+    seconds_per_request: float = Field(ge=0.0)
+    seconds_per_token: float = Field(ge=0.0)
+
+
+class Profile(BaseModel):
+    """Holds the measurements of one model on one machine."""
+
+    model_config = _CONFIG
+
+    format: int = FORMAT
+    model: str
+    dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    device: str  # cpu or cuda
+    device_name: str
+    cores: int
+    tp: int
+    commit: str
+    date: str
+    token_bytes: int  # of KV cache, in the whole model
+    workers: tuple[WorkerProfile, ...]
+    router: RouterProfile | None = None
+    transfer: TransferProfile | None = None
+
+    def worker(self, num_workers: int) -> WorkerProfile:
+        """Returns the measurements of a worker among `num_workers`.
+
+        Workers on CPUs share the cores of a machine; workers on GPUs share nothing. Raises
+        InvalidArgument if so many workers were not measured.
+        """
+        for each in self.workers:
+            if each.workers == num_workers or self.device != "cpu":
+                return each
+        measured = " and ".join(str(each.workers) for each in self.workers)
+        raise InvalidArgument(
+            f"{num_workers} workers on this machine are not measured, only {measured}; run "
+            f"tandem plan measure with --workers {num_workers}",
+            "--profile",
+        )
+
+    def costs(self, num_prefill: int, num_decode: int) -> ServiceCosts:
+        """Returns the costs of a service. Raises InvalidArgument for an unmeasured part."""
+        worker = self.worker(num_prefill + num_decode)
+        if num_prefill and self.transfer is None:
+            raise InvalidArgument(
+                "has no measured transfer; run tandem plan measure with --workers 2", "--profile"
+            )
+        steps = worker.costs()
+        found = ServiceCosts(prefill=steps, decode=steps, contention=worker.contention)
+        if self.router is not None:
+            found = replace(
+                found,
+                router_seconds_per_request=self.router.seconds_per_request,
+                router_seconds_per_token=self.router.seconds_per_token,
+            )
+        if self.transfer is not None:
+            found = replace(
+                found,
+                transfer_seconds=self.transfer.seconds,
+                transfer_bytes_per_second=self.transfer.bytes_per_second,
+            )
+        return found
+
+
+def read_profile(path: Path) -> Profile:
+    """Reads a profile. Raises InvalidArgument that names the file and the field."""
+    try:
+        profile = Profile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror}", "--profile") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidArgument(f"{path}: {where}: {first['msg']}", "--profile") from None
+    if profile.format != FORMAT:
+        raise InvalidArgument(
+            f"{path}: format {profile.format}, expected {FORMAT}; measure again", "--profile"
+        )
+    return profile
+
+
+def describe_fit(worker: WorkerProfile) -> str:
+    """Returns the fitted costs of a worker and their error as text."""
+    fit = worker.fit()
+    costs = fit.costs
+    beside = f" beside {worker.workers - 1} other" if worker.workers > 1 else ""
+    return (
+        f"worker with {_count(worker.threads, 'thread')}{beside}: "
+        f"{1e3 * costs.fixed:.3g} ms + {1e6 * costs.each_sequence:.3g} us a sequence + "
+        f"{1e9 * costs.each_context_token:.3g} ns a context token + "
+        f"{1e6 * costs.each_prompt_token:.3g} us a prompt token + "
+        f"{1e9 * costs.each_prompt_context:.3g} ns a prompt token x context; leave-one-out error "
+        f"{fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst, of {len(fit.errors)} steps"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

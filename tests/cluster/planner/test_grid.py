@@ -1,0 +1,66 @@
+"""Measures a grid on the real engine, whose executor takes the time of known costs."""
+
+from collections.abc import Callable
+from dataclasses import astuple
+
+import pytest
+
+from tandem.cluster.planner.grid import Scenario, list_scenarios, measure_grid
+from tandem.cluster.sim.cost import StepCosts, StepWork, fit_steps
+from tandem.workers.engine.config import Budgets, EngineConfig
+from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+
+COSTS = StepCosts(
+    fixed=5e-3,
+    each_sequence=2e-4,
+    each_context_token=3e-7,
+    each_prompt_token=4e-4,
+    each_prompt_context=2e-8,
+)
+BUDGETS = Budgets(chunk_tokens=128, mixed_chunk_tokens=40, max_sequences=16)
+
+
+class PricedExecutor(Executor):
+    """Executes a plan in the time that it costs, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sequences: set[int] = set()
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        self.sequences.update(each.sequence_id for each in plan.sequences)
+        self.sequences.difference_update(plan.dropped)
+        if plan.sequences:
+            self.now += COSTS.seconds(StepWork.of(plan))
+        samples = Samples(tokens=[0] * sum(each.num_samples for each in plan.sequences))
+        return lambda: samples
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_measured_grid_gives_the_costs_of_the_executor(overlap: bool) -> None:
+    executor = PricedExecutor()
+    config = EngineConfig(num_blocks=4096, budgets=BUDGETS, overlap=overlap)
+    scenarios = list_scenarios(BUDGETS, context_tokens=1024, capacity_tokens=4096 * 16)
+    samples = measure_grid(executor, config, scenarios, 100, 5.0, lambda: executor.now)
+    assert not executor.sequences
+    if overlap:  # the time of a step passes in `launch`, so it belongs to the step before
+        samples = [each for each in samples if not each.work.prompt_tokens]
+        assert {each.work.sequences for each in samples} == {1, 4, 16}
+        return
+    fit = fit_steps(samples)
+    assert astuple(fit.costs)[:-1] == pytest.approx(astuple(COSTS)[:-1], rel=1e-6)
+    assert fit.costs.measured is not None
+    assert fit.costs.measured.sequences >= 16
+    assert fit.costs.measured.context_tokens > 16 * 800
+    assert fit.costs.measured.prompt_tokens == 128
+    assert fit.costs.measured.prompt_context > 128 * 800
+    mixed = [each.work for each in samples if each.work.prompt_tokens and each.work.context_tokens]
+    assert {each.prompt_tokens for each in mixed} >= {8, 14 + 15 + 1}
+
+
+def test_a_scenario_takes_at_most_its_part_of_the_kv_cache() -> None:
+    scenarios = list_scenarios(BUDGETS, context_tokens=8192, capacity_tokens=20_000)
+    assert max(each.num_tokens for each in scenarios) <= 18_000
+    assert max(each.context for each in scenarios) == 8192 - 64 - 128
+    assert Scenario(batch=16, context=512) in scenarios
+    assert Scenario(batch=16, context=2048) not in scenarios
