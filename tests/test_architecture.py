@@ -180,7 +180,8 @@ ARROWS: dict[str, set[str]] = {
             "workers: *",
         ),
         "cluster.explain": (
-            "cluster: cli.options config local service_url store tables text_files",
+            "cluster: cli.options config local planner.profile service_url sim store tables",
+            "cluster.text_files",
             "router.client",
             "workers: host kv_cache",
             "workers.model: config costs device registry",

@@ -12,6 +12,8 @@ from rich.table import Table
 from ...workers.model.config import CheckpointError, Fields, ModelConfig, read_json
 from ...workers.model.costs.inference import InferenceCost, Work, inference_cost, total
 from ...workers.model.costs.roofline import Roofline
+from ..planner.profile import Profile, WorkerProfile
+from ..sim.cost import StepWork
 from ..store.store import resolve_config
 from ..tables import make_table
 from .units import amount, milliseconds
@@ -50,6 +52,17 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """Holds the times that a profile predicts for a worker of this machine."""
+
+    workers: int  # that share the machine
+    threads: int
+    ttft_seconds: float  # of the prefill, in chunks
+    tpot_seconds: float  # of a decode step of the batch at the mean context
+    outside: tuple[str, ...]  # the amounts that were not measured; with any, the times are 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostReport:
     """Holds the arithmetic of a prompt of `prompt_tokens` and `output_tokens` after it."""
 
@@ -72,6 +85,7 @@ class CostReport:
     with_cache: WorkReport  # prefill and all decode steps of one sequence
     without_cache: WorkReport
     floors: tuple[Floor, ...]
+    measured: tuple[MeasuredTimes, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as a JSON object."""
@@ -163,6 +177,57 @@ def cost_report(
             for name, device in (devices or {}).items()
         ),
     )
+
+
+def measured_times(
+    profile: Profile, *, prompt_tokens: int, output_tokens: int, batch: int = 1
+) -> tuple[MeasuredTimes, ...]:
+    """Returns the times of each measured worker for the work of a report."""
+    return tuple(
+        _measured_times(worker, prompt_tokens, output_tokens, batch) for worker in profile.workers
+    )
+
+
+def _measured_times(
+    worker: WorkerProfile, prompt_tokens: int, output_tokens: int, batch: int
+) -> MeasuredTimes:
+    chunk = worker.budgets.chunk_tokens
+    prefill = [
+        StepWork(
+            sequences=1,
+            prompt_tokens=(end := min(start + chunk, prompt_tokens)) - start,
+            prompt_context=(end * (end + 1) - start * (start + 1)) // 2,
+        )
+        for start in range(0, prompt_tokens, chunk)
+    ]
+    context = prompt_tokens + (output_tokens + 1) // 2
+    decode = StepWork(sequences=batch, context_tokens=batch * context)
+    costs = worker.costs()
+    longest = max(prefill, key=lambda each: each.prompt_context)
+    outside = dict.fromkeys((*costs.outside(longest), *costs.outside(decode)))
+    return MeasuredTimes(
+        workers=worker.workers,
+        threads=worker.threads,
+        ttft_seconds=0.0 if outside else sum(map(costs.seconds, prefill)),
+        tpot_seconds=0.0 if outside or output_tokens == 1 else costs.seconds(decode),
+        outside=tuple(outside),
+    )
+
+
+def measured_lines(report: CostReport) -> list[str]:
+    """Returns the measured times as lines."""
+    lines = []
+    for each in report.measured:
+        name = f"measured, {each.workers} x {each.threads} threads"
+        if each.outside:
+            lines.append(f"{name}: outside the measured grid ({'; '.join(each.outside)})")
+            continue
+        times = f"TTFT {milliseconds(each.ttft_seconds)}"
+        if each.tpot_seconds:
+            rate = report.batch / each.tpot_seconds
+            times += f", TPOT {milliseconds(each.tpot_seconds)}, {rate:,.0f} tokens/s"
+        lines.append(f"{name}: {times}")
+    return lines
 
 
 def summary(report: CostReport) -> list[str]:

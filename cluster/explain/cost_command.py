@@ -4,6 +4,8 @@ Starts nothing, and imports no Ray.
 """
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Final, get_args
 
 import typer
@@ -12,13 +14,16 @@ from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.costs.roofline import DEVICES, Roofline
 from ..cli.options import check_choice
-from ..config import KvCacheDtype, Quantization
+from ..config import KvCacheDtype, Quantization, load_config
+from ..planner.profile import Profile, read_profile
 from ..tables import table_console
 from .cost import (
     THIS_MACHINE,
     cost_report,
     floor_table,
     make_cost,
+    measured_lines,
+    measured_times,
     read_model_config,
     summary,
     work_table,
@@ -62,6 +67,10 @@ def cost_command(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measures this machine; takes seconds.")
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="A file of `tandem plan measure`: prints its times beside the floors."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compute the FLOPs, the bytes and the least times of MODEL for a prompt and an output.
@@ -75,6 +84,7 @@ def cost_command(
     if quantization is not None:
         check_choice("--quantization", quantization, get_args(Quantization))
     devices = _devices(device, bandwidth, rate)
+    measured = _read_profile(profile, model) if profile is not None else None
     config = read_model_config(model)
     cost = make_cost(config, dtype, quantization=quantization, cache_dtype=kv_cache_dtype)
     if measure:
@@ -88,6 +98,9 @@ def cost_command(
     report = cost_report(
         model, cost, prompt_tokens=prompt, output_tokens=output, batch=batch, devices=devices
     )
+    if measured is not None:
+        times = measured_times(measured, prompt_tokens=prompt, output_tokens=output, batch=batch)
+        report = replace(report, measured=times)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))
         return
@@ -96,6 +109,15 @@ def cost_command(
     console = table_console()
     console.print(work_table(report))
     console.print(floor_table(report))
+    for line in measured_lines(report):
+        typer.echo(line)
+
+
+def _read_profile(path: Path, model: str) -> Profile:
+    """Returns a profile of a model. Raises InvalidArgument."""
+    profile = read_profile(path)
+    profile.check_model(load_config(overrides={"model": model}).served_name)
+    return profile
 
 
 def _devices(

@@ -110,6 +110,11 @@ class Profile(BaseModel):
     router: RouterProfile | None = None
     transfer: TransferProfile | None = None
 
+    def check_model(self, name: str) -> None:
+        """Raises InvalidArgument unless the profile is of the model `name`."""
+        if self.model != name:
+            raise InvalidArgument(f"is of {self.model}, not of {name}", "--profile")
+
     def worker(self, num_workers: int) -> WorkerProfile:
         """Returns the measurements of a worker among `num_workers`.
 

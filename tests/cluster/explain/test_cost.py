@@ -14,6 +14,7 @@ from tandem.cluster.cli.main import app
 from tandem.cluster.explain.cost import cost_report, make_cost
 from tandem.cluster.explain.units import amount, milliseconds
 from tandem.tests.bench.engine.shapes import HF_CONFIGS, SHAPES, cost_of
+from tandem.tests.profiles import PROFILED, make_profile
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.config import Fields
 from tandem.workers.model.costs.inference import InferenceCost, ModelSizes, Work, total
@@ -255,6 +256,26 @@ def test_the_command_writes_json_for_a_device_of_ones_own(config_file: Path) -> 
     )
     assert found == json.loads(json.dumps(report.as_json()))
     assert found["first_decode"]["num_bytes"] == cost.decode(513, 8).num_bytes
+
+
+def test_measured_times_are_printed_beside_the_floors(config_file: Path) -> None:
+    """A prompt of 300 tokens takes chunks of 128, 128 and 44."""
+    profile = config_file.with_name("profile.json")
+    profile.write_text(make_profile(1, 2, model=config_file.name).model_dump_json())
+    args = [str(config_file), "--prompt", "300", "--output", "11", "--batch", "4"]
+    args += ["--profile", str(profile)]
+    (first, second) = json.loads(run(*args, "--json"))["measured"]
+    assert (first["workers"], second["workers"]) == (1, 2)
+    prefill = 3 * (PROFILED.fixed + PROFILED.each_sequence) + 300 * PROFILED.each_prompt_token
+    prefill += 300 * 301 / 2 * PROFILED.each_prompt_context
+    assert first["ttft_seconds"] == pytest.approx(prefill)
+    step = PROFILED.fixed + 4 * (PROFILED.each_sequence + 306 * PROFILED.each_context_token)
+    assert first["tpot_seconds"] == pytest.approx(step)
+    assert f"TPOT {milliseconds(step)}, {4 / step:,.0f} tokens/s" in run(*args)
+    args[2] = "9000"
+    assert "outside the measured grid (prompt context: " in run(*args)
+    result = CliRunner().invoke(app, ["plan", "cost", str(config_file.parent / "other"), *args[1:]])
+    assert "--profile: " in str(result.exception)
 
 
 @pytest.mark.parametrize(
