@@ -3,6 +3,7 @@
 The bounds of request parameters are in parameters.py.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
@@ -74,6 +75,23 @@ MAX_TOOL_CALLS: Final = 128
 
 MAX_NAME_CHARACTERS: Final = 64
 """Length of a tool's name, a tool call's id, and a message's `name`."""
+
+MAX_CACHE_BREAKPOINTS: Final = 4
+"""Number of marks of prefixes that stay in the prefix cache, as in Anthropic and OpenAI."""
+
+MAX_RETENTIONS: Final = MAX_CACHE_BREAKPOINTS + 1
+"""Number of such prefixes of one request: up to its marks, and the whole prompt."""
+
+RETENTION_SECONDS: Final[Mapping[str, int]] = {
+    "in_memory": 300,
+    "in-memory": 300,  # of older clients
+    "5m": 300,
+    "30m": 1_800,
+    "1h": 3_600,
+    "12h": 43_200,
+    "24h": 86_400,
+}
+"""Seconds for which a prefix stays in the prefix cache, by the names of Anthropic and OpenAI."""
 
 MAX_TEMPLATE_KWARGS_CHARACTERS: Final = 4_096
 MAX_CACHE_SALT_BYTES: Final = 64

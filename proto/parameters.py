@@ -169,6 +169,20 @@ PARAMETERS: Final = (
         chat=("truncation",),
     ),
     RequestParameter(
+        "prompt_cache_key",
+        "string",
+        "Requests with one key go to one worker, if that does not take much longer; their prompts "
+        "stay in the prefix cache as with prompt_cache_retention, `in_memory` by default.",
+        max_characters=256,
+    ),
+    RequestParameter(
+        "prompt_cache_retention",
+        "string",
+        "Keeps the prompt in the prefix cache for this time, within the tenant's share: `5m`, "
+        "`30m`, `1h`, `12h`, `24h`, or `in_memory`, which is 5m.",
+        max_characters=9,
+    ),
+    RequestParameter(
         "stopping.max_tokens",
         "int32",
         "Maximum of generated tokens; 0 only with echo or prompt_logprobs. Unset: up to the end of "

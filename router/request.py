@@ -43,11 +43,18 @@ class TokenRequest:
     emitted: tuple[tuple[int, ...] | None, ...] = ()
     # A worker was lost and the client's stream stands still: workers compute its prompt first.
     is_resumed: bool = False
+    # Requests with equal texts and a common prefix go to the same worker; "": no such request.
+    affinity: str = ""
 
     @property
     def prefix_salt(self) -> bytes:
         """Separates the prefix caches of different tenants and adapters."""
         return adapter_salt(self.submit.cache_salt, self.submit.adapter.fingerprint)
+
+    @property
+    def retained_tokens(self) -> int:
+        """Returns the length of the longest prefix that is to stay in the prefix cache."""
+        return max((each.num_tokens for each in self.submit.retentions), default=0)
 
     @property
     def has_beam_search(self) -> bool:

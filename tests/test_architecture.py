@@ -102,6 +102,7 @@ ARROWS: dict[str, set[str]] = {
         "router.resume": (),
         "router.stopping": (),
         "router.turns": (),
+        "router.prompt_cache": (),
         "router.client": (),
         "router.slo": ("router.auth",),
         "router.telemetry": ("router.slo",),
@@ -111,8 +112,8 @@ ARROWS: dict[str, set[str]] = {
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
         "router.frontend": (
-            "router: auth fair_queue frontend.chat_formats request resume slo stopping",
-            "router: telemetry turns watermark",
+            "router: auth fair_queue frontend.chat_formats prompt_cache request resume slo",
+            "router: stopping telemetry turns watermark",
         ),
         "router.output": ("router: frontend frontend.chat_formats request resume stopping",),
         "router.storage": ("router.auth",),

@@ -59,6 +59,9 @@ class Options(TypedDict, total=False):
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
     # The number of tokens to keep of the prompt's end; -1: as many as fit the context.
     truncate_prompt_tokens: int
+    # Requests with one key go to one worker, if that does not take much longer.
+    prompt_cache_key: str
+    prompt_cache_retention: str  # keeps the prompt in the prefix cache: 5m, 30m, 1h, 12h or 24h
     truncation: str  # auto: drops the oldest turns of a chat that does not fit the context
 
     n: int  # completions; choice i is sampled like a separate request with seed + i

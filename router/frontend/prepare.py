@@ -5,6 +5,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from ...proto import inference_pb2, limits, worker_pb2
@@ -12,6 +13,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.hashing import hash_tenant
 from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
+from ..prompt_cache import find_retentions
 from ..request import LoraAdapter, TokenRequest
 from ..resume.policy import ResumePolicy
 from ..resume.tokens import (
@@ -116,6 +118,8 @@ async def prepare(
     submit = _submit(request, model, context.caller, prompt, max_tokens)
     submit.bad_words.extend(bad_words)
     submit.grammar = grammar
+    encode = partial(tokenizer.encode_chat, turn=turn)
+    submit.retentions.extend(await find_retentions(request, prompt, encode))
     submit.stop_token_ids.extend(dict.fromkeys((*stopping.stop_token_ids, *stop_tokens)))
     prepared = PreparedRequest(
         request_id=request.request_id or submit.request_id,
@@ -128,6 +132,7 @@ async def prepare(
             deadline=context.deadline,
             first_token_due=first_token_due(slo, context.arrived),
             ends_at=_ends_at(stopping, context),
+            affinity=_affinity(request.prompt_cache_key, context.caller),
         ),
         num_answers=num_answers(request),
         tokenizer=tokenizer,
@@ -354,6 +359,10 @@ def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -
             "stopping.stop_token_ids",
         )
     return found
+
+
+def _affinity(key: str, caller: Caller) -> str:
+    return f"{caller.tenant} {key}" if key else ""
 
 
 def _ends_at(stopping: inference_pb2.StoppingParams, context: RequestContext) -> float | None:

@@ -18,6 +18,7 @@ from ...proto.parameters import (
     parameters_of,
     value_of,
 )
+from ..prompt_cache import check_prompt_cache
 
 _SAMPLING: Final = parameters_of("sampling")
 _BEAM_SEARCH: Final = parameters_of("beam_search")
@@ -43,6 +44,7 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
                 "not allowed with a suffix, whose first token would be cut off", name
             )
     _check_truncation(request)
+    check_prompt_cache(request)
     _check_stopping(request)
     if request.echo and request.prompt.HasField("chat"):
         raise InvalidArgument("not allowed with a chat", "echo")

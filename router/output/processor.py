@@ -179,6 +179,7 @@ class OutputProcessor:
         usage.prompt_tokens = len(request.tokens.submit.token_ids)
         usage.completion_tokens = num_tokens
         usage.cached_tokens = self._num_cached()
+        usage.cache_write_tokens = self._num_written()
         usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
         usage.dropped_messages = request.dropped_messages
         return messages
@@ -206,6 +207,7 @@ class OutputProcessor:
         if not self._has_begun:
             self._has_begun = True
             self._cached_tokens = message.cached_tokens = self._num_cached()
+            message.cache_write_tokens = self._num_written()
         binding = self._request.resume
         number = message.choice
         if binding is None or self._request.has_event_ids:
@@ -218,6 +220,10 @@ class OutputProcessor:
         has_ended = message.finish_reason != UNFINISHED
         message.resume_token = signer.sign(ids, has_ended, self._num_cached())
         return message
+
+    def _num_written(self) -> int:
+        """Returns the tokens of prefixes to retain that were not cached before."""
+        return max(self._request.tokens.retained_tokens - self._num_cached(), 0)
 
     def _num_cached(self) -> int:
         """Returns the tokens of the prompt that were cached when it was first computed."""

@@ -32,6 +32,19 @@ _STATE: Final = Struct("<?III")
 _MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # the hash of the ids comes last
 
 
+# Fields that may differ in the request for the rest of an answer, because they do not change it.
+_FREE_FIELDS: Final = (
+    "model",
+    "request_id",
+    "priority",
+    "service_tier",
+    "resume",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "cache_breakpoints",
+)
+
+
 class ResumeKey:
     """Holds the secret key of a service."""
 
@@ -137,7 +150,7 @@ def digest_request(
     """
     bound = inference_pb2.GenerateRequest()
     bound.CopyFrom(request)
-    for name in ("model", "request_id", "priority", "service_tier", "resume"):
+    for name in _FREE_FIELDS:
         bound.ClearField(name)
     digest = blake2b(hash_prompt(prompt, salt.encode()), digest_size=_DIGEST_BYTES)
     digest.update(max_tokens.to_bytes(8, "little"))

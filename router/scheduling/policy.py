@@ -3,7 +3,8 @@
 The cost of a worker is the predicted time until the sequence decodes there. It adds up the prompts
 that the worker still has to compute, the uncached part of this prompt, the transfer of the KV cache
 that the decode worker lacks, and the slowdown of the running sequences by one more. Prefix affinity
-needs no rule, because it follows from the cost. The prefill and the decode worker are each chosen
+needs no rule, because it follows from the cost; requests with an affinity of their own prefer one
+worker even before its cache has their prefix. The prefill and the decode worker are each chosen
 by their own part of the cost, in O(P + D). Knows nothing of connections, clocks or text.
 """
 
@@ -11,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from ...proto.costs import NEUTRAL_COST, KvCost, LinearCost
@@ -30,6 +32,12 @@ _NEAR: Final = 1.1
 """Costs within a tenth of the least cost count as equal.
 
 Otherwise several routers with the same knowledge would all choose the same worker.
+"""
+
+_AFFINE: Final = 2.0
+"""A request with an affinity goes to its worker if that costs at most this times the least cost.
+
+So a worker whose queue is long does not get further requests of one affinity.
 """
 
 _HORIZON: Final = 32
@@ -89,6 +97,7 @@ def place(
     rng: random.Random,
     *,
     local_prefill_tokens: int = 0,
+    affinity: str = "",
 ) -> Placement | None:
     """Returns the workers with the least predicted time until the sequences decode.
 
@@ -97,14 +106,15 @@ def place(
     `sequences` of `needed`.
 
     A decode worker does the prefill as well if there is no prefill worker, or if it lacks at most
-    `local_prefill_tokens` of the prompt and is predicted to be faster alone. Returns None without a
-    decode worker.
+    `local_prefill_tokens` of the prompt and is predicted to be faster alone. Prompts of one
+    `affinity` are computed by one worker while it is not much slower than others. Returns None
+    without a decode worker.
     """
     if not decode:
         return None
     num_tokens = needed.prompt_tokens
     alone = [c for c in decode if not prefill or c.uncached(num_tokens) <= local_prefill_tokens]
-    single = _choose(alone, lambda c: colocated_seconds(needed, c), needed, rng)
+    single = _choose(alone, lambda c: colocated_seconds(needed, c), needed, rng, affinity)
     if not prefill:
         return Placement(prefill=None, decode=single.worker_id) if single else None
     prompt = needed._replace(sequences=1)  # the choices begin after the first token
@@ -113,6 +123,7 @@ def place(
         lambda c: prefill_seconds(num_tokens, c) + _transfer_seconds(num_tokens, 0, c),
         prompt,
         rng,
+        affinity,
     )
     second = _choose(decode, lambda c: _decode_seconds(needed, c), needed, rng)
     if first is None or second is None:
@@ -205,15 +216,18 @@ def _choose(
     cost: Callable[[Candidate], float],
     needed: Capacity,
     rng: random.Random,
+    affinity: str = "",
 ) -> Candidate | None:
     fitting = [
         candidate for candidate in candidates if _has_capacity(needed, candidate)
     ] or candidates
     costs = [cost(candidate) for candidate in fitting]
-    limit = _NEAR * min(costs, default=0.0)
+    limit = (_AFFINE if affinity else _NEAR) * min(costs, default=0.0)
     near = [
         candidate for candidate, seconds in zip(fitting, costs, strict=True) if seconds <= limit
     ]
+    if affinity:
+        return max(near, key=lambda c: _affinity_rank(affinity, c.worker_id), default=None)
     if len(near) > 2:
         near = rng.sample(near, 2)
     elif rng.random() < 0.5:
@@ -221,3 +235,11 @@ def _choose(
     return min(
         near, key=lambda c: (c.pending_tokens, c.num_requests, -c.matched_tokens), default=None
     )
+
+
+def _affinity_rank(affinity: str, worker_id: str) -> bytes:
+    """Returns the rank of a worker for an affinity, the same in every router.
+
+    This is rendezvous hashing: if a worker leaves, only its own requests go elsewhere.
+    """
+    return blake2b(f"{affinity} {worker_id}".encode(), digest_size=8).digest()

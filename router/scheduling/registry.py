@@ -239,6 +239,7 @@ class WorkerRegistry:
             decode,
             self._rng,
             local_prefill_tokens=local_tokens,
+            affinity=request.affinity,
         )
 
     def find_holder(self, request: TokenRequest, prefill: str) -> worker_pb2.PrefixHolder | None:

@@ -38,6 +38,7 @@ NO_ROWS: Final = {
     "constraint",
     "resume",
     "pooling",
+    "cache_breakpoints",
 }
 NUMBERS: Final = [
     row for row in PARAMETERS if math.isfinite(row.bounds[1]) and row.kind != "logit_bias"

@@ -10,11 +10,12 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.watermarks import MESSAGE, WATERMARK
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, Task, Turn
+from tandem.workers.engine.sequence import BeamSearch, PrefixRetention, SequenceSpec, Task, Turn
 from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS, WorkerLimits, parse_submit
 
 LIMITS = WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
 NAN, INF = float("nan"), float("inf")
+RETAINED = {"num_tokens": 2, "seconds": 300}
 PAST = 1.0000002  # a factor that a float32 feels
 
 
@@ -67,6 +68,12 @@ def test_a_submit_as_the_engine_takes_it() -> None:
         priority=-3,
         salt=b"salt",
     )
+    kept = parse(retentions=[RETAINED], tenant=b"ada")
+    assert kept.retentions == (PrefixRetention(num_tokens=2, seconds=300),)
+    assert kept.tenant == b"ada"
+    handle = worker_pb2.KvHandle(num_tokens=3, endpoints=["127.0.0.1:1"])
+    decode = parse(retentions=[RETAINED], task=worker_pb2.TASK_DECODE, kv=handle)
+    assert decode.retentions == (), "the prefill worker retains it"
     assert parse(stop_token_ids=[5], ignore_eos=True).stop_ids == {5}
     assert parse(sampling={"top_k": 999}).sampling.top_k == LIMITS.vocab_size
 
@@ -254,6 +261,16 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "grammar",
         {"grammar": "a" * MAX_SUBMITTED_GRAMMAR_CHARACTERS},
         {"grammar": "a" * (MAX_SUBMITTED_GRAMMAR_CHARACTERS + 1)},
+    ),
+    ("retentions", {"retentions": [RETAINED] * 5}, {"retentions": [RETAINED] * 6}),
+    *(
+        ("retentions[0]", {"retentions": [RETAINED | at]}, {"retentions": [RETAINED | past]})
+        for at, past in [
+            ({"num_tokens": 3}, {"num_tokens": 4}),
+            ({"num_tokens": 1}, {"num_tokens": 0}),
+            ({"seconds": 86_400}, {"seconds": 86_401}),
+            ({"seconds": 1}, {"seconds": 0}),
+        ]
     ),
     ("bad_words", {"bad_words": words(256)}, {"bad_words": words(257)}),
     ("bad_words", {"bad_words": words(1, 64)}, {"bad_words": words(1, 65)}),

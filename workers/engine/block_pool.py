@@ -4,8 +4,11 @@ Knows block numbers and hashes. Knows nothing of tensors, tokens or sequences.
 """
 
 import enum
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from ..kv_cache.eviction import EvictionOrder, RetainedHashes
+from ..kv_cache.host_tier import HostTier
 
 
 class BlockState(enum.Enum):
@@ -20,7 +23,7 @@ class BlockState(enum.Enum):
          └───────────────────────────────────────┼─unlease────────┤
         CACHED <──release, unlease (hash)────────┼────────────────┘
          │ └──────────────share──────────────────┘
-         └──reserve (evicts the least recently used)──> RESERVED
+         └──reserve (evicts the next one, see kv_cache/eviction.py)──> RESERVED
 
     A block that both sequences and leases hold is OWNED.
     """
@@ -32,118 +35,26 @@ class BlockState(enum.Enum):
     CACHED = "cached"
 
 
-Copies = tuple[tuple[int, int], ...]
-"""Pairs (block, host block) to save, or pairs (host block, block) to load."""
-
-
-class HostTier:
-    """Keeps evicted blocks in host blocks by their hashes; evicts the least recently used first.
-
-    A loaded block also stays here, so that it need not be saved again. The next step plan carries
-    out the decisions of this class: first it saves, then it loads. So a host block that the plan
-    loads takes no other block until that plan is made. Not thread-safe.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        """Makes a tier of `num_blocks` host blocks; with 0 it keeps nothing."""
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._host_block_of: OrderedDict[bytes, int] = OrderedDict()  # next to evict first
-        self._saved: dict[int, int] = {}  # block by host block, for the next plan
-        self._loaded: list[tuple[int, int]] = []  # (host block, block), for the next plan
-        self._pinned: set[int] = set()  # host blocks that the next plan loads
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._host_block_of
-
-    def __len__(self) -> int:
-        return len(self._host_block_of)
-
-    def match(self, chain: Iterable[bytes]) -> list[bytes]:
-        """Returns the longest prefix of `chain` that is here; `pin` it before any other call."""
-        found = []
-        for digest in chain:
-            if digest not in self._host_block_of:
-                break
-            found.append(digest)
-        return found
-
-    def pin(self, digests: Sequence[bytes]) -> None:
-        """Keeps hashes that `match` found until the next plan.
-
-        Makes them the most recently used hashes, the first of them last to evict.
-        """
-        for digest in reversed(digests):
-            self._host_block_of.move_to_end(digest)
-            self._pinned.add(self._host_block_of[digest])
-
-    def save(self, block: int, digest: bytes) -> bytes | None:
-        """Schedules the save of a block that the pool evicts now; returns the hash that is evicted.
-
-        Returns None if no hash is evicted, and `digest` itself if no host block is available.
-        """
-        if digest in self._host_block_of:
-            self._host_block_of.move_to_end(digest)
-            return None
-        victim = None
-        if self._free:
-            host_block = self._free.pop()
-        else:
-            unpinned = (
-                each for each, held in self._host_block_of.items() if held not in self._pinned
-            )
-            victim = next(unpinned, None)
-            if victim is None:
-                return digest
-            host_block = self._host_block_of.pop(victim)
-        self._host_block_of[digest] = host_block
-        self._saved[host_block] = block
-        return victim
-
-    def load(self, digest: bytes, block: int) -> None:
-        """Schedules the load of a pinned hash into a block."""
-        self._loaded.append((self._host_block_of[digest], block))
-
-    def take_copies(self) -> tuple[Copies, Copies]:
-        """Returns the copies that a plan must save and those it must load since the last call."""
-        saved = tuple((block, host_block) for host_block, block in self._saved.items())
-        loaded = tuple(self._loaded)
-        self._saved.clear()
-        self._loaded.clear()
-        self._pinned.clear()
-        return saved, loaded
-
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless every host block is free or has exactly one hash."""
-        host_blocks = sorted(self._free + list(self._host_block_of.values()))
-        if host_blocks != list(range(self.num_blocks)):
-            raise RuntimeError(
-                f"host blocks {host_blocks} are free or have a hash; expected 0 to "
-                f"{self.num_blocks - 1}"
-            )
-        held = self._host_block_of.values()
-        if strangers := (self._pinned | self._saved.keys()).difference(held):
-            raise RuntimeError(f"host blocks {strangers} are pinned or saved to without a hash")
-
-
 class BlockPool:
-    """Keeps ref-counted blocks with a hash-chained prefix cache and least-recently-used eviction.
+    """Keeps ref-counted blocks with a hash-chained prefix cache.
 
     Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the
     first verb must call the second. Not thread-safe: only the engine's thread calls it.
 
-    Evicted blocks move to `host` while it has room. The hashes in `host` belong to the cache.
+    The cache evicts in the order of `EvictionOrder`. Evicted blocks move to `host` while it has
+    room; the hashes in `host` belong to the cache.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
-        self.host = HostTier(num_host_blocks)
+        self.retained = RetainedHashes(num_blocks)
+        self.host = HostTier(num_host_blocks, self.retained)
         self._state = [BlockState.FREE] * num_blocks
         self._count = dict.fromkeys(BlockState, 0) | {BlockState.FREE: num_blocks}
         self._owners = [0] * num_blocks
         self._leases = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, next to evict first
+        self._order = EvictionOrder(self.retained)  # of the hashes of cached blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         # Hashes stored and evicted since the last `take_changes`: ordered sets.
@@ -259,8 +170,25 @@ class BlockPool:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-            if digest not in self.host:
-                _record(digest, self._evicted, self._stored)
+            self._leave(digest)
+
+    def retain(self, prefix: Iterable[bytes], tenant: bytes, end: float) -> None:
+        """Keeps the hashes of a prefix: until the time `end` they are evicted after all others.
+
+        Ends at the first hash that is not in the cache. Other hashes of the tenant, and then those
+        of other tenants, lose their retention beyond the bounds of `RetainedHashes`.
+        """
+        known = list(takewhile(self.has, prefix))
+        for digest in self.retained.add(known, tenant, end):
+            self._unretain(digest)
+        for digest in filter(self.retained.__contains__, known):
+            self._order.retain(digest)
+            self.host.order.retain(digest)
+
+    def end_retentions(self, now: float) -> None:
+        """Ends the retentions whose time is over; these hashes are evicted next."""
+        for digest in self.retained.drop_ended(now):
+            self._unretain(digest)
 
     def load(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
         """Schedules copies of pinned hashes from `host` to owned blocks and publishes the blocks.
@@ -303,22 +231,40 @@ class BlockPool:
             raise RuntimeError(f"counted {counts}, expected {self._count}, total {self.num_blocks}")
         if sorted(self._free) != [b for b, s in enumerate(self._state) if s is BlockState.FREE]:
             raise RuntimeError("the free list differs from the free blocks")
-        if set(self._lru) != {b for b, s in enumerate(self._state) if s is BlockState.CACHED}:
+        cached = {b for b, s in enumerate(self._state) if s is BlockState.CACHED}
+        if set(self._order) != {self._hash_of[block] for block in cached}:
             raise RuntimeError("the eviction order differs from the cached blocks")
+        if not all(map(self.has, self.retained)):
+            raise RuntimeError("a retained hash is not in the cache")
+        self.retained.check_integrity()
+        self._order.check_integrity()
         if {d: b for b, d in self._hash_of.items()} != self._block_of:
             raise RuntimeError("the two directions of the hash index differ")
         self.host.check_integrity()
 
     def _take(self) -> int:
-        block = self._free[-1] if self._free else next(iter(self._lru))
-        digest = self._hash_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
-            gone = self.host.save(block, digest)
-            if gone is not None and gone not in self._block_of:
-                _record(gone, self._evicted, self._stored)
+        if self._free:
+            block = self._free[-1]
+            self._move(block, BlockState.RESERVED)
+            return block
+        digest = next(iter(self._order))
+        block = self._block_of[digest]
         self._move(block, BlockState.RESERVED)
+        del self._block_of[digest], self._hash_of[block]
+        gone = self.host.save(block, digest)
+        if gone is not None and gone not in self._block_of:
+            self._leave(gone)
         return block
+
+    def _leave(self, digest: bytes) -> None:
+        """Records that a hash has left the cache, unless it is in host memory."""
+        if digest not in self.host:
+            _record(digest, self._evicted, self._stored)
+            self.retained.drop(digest)
+
+    def _unretain(self, digest: bytes) -> None:
+        self._order.unretain(digest)
+        self.host.order.unretain(digest)
 
     def _settle(self, block: int) -> None:
         """Moves a block to the state that follows from its owners, leases and hash."""
@@ -337,11 +283,11 @@ class BlockPool:
         if old is BlockState.FREE:
             self._free.pop()  # only `_take` takes free blocks, and it takes the last one
         elif old is BlockState.CACHED:
-            del self._lru[block]
+            self._order.remove(self._hash_of[block])
         if state is BlockState.FREE:
             self._free.append(block)
         elif state is BlockState.CACHED:
-            self._lru[block] = None
+            self._order.use(self._hash_of[block])
         self._count[old] -= 1
         self._count[state] += 1
         self._state[block] = state

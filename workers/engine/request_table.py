@@ -164,7 +164,8 @@ class RequestTable:
         if self._count_ring(sequence) > sum(table.num_ring for table in sequence.tables):
             sequence.importing = ()
         self.states.admit(sequence, hit)
-        sequence.points = self.resume.points(len(sequence.spec.tokens), hit)
+        ends = (retention.num_tokens for retention in sequence.retentions)
+        sequence.points = self.resume.points(len(sequence.spec.tokens), hit, ends)
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
         sequence.started = self.clock()
         self.waiting.remove(sequence)
@@ -379,6 +380,28 @@ class RequestTable:
         if self.config.budgets.prefix_caching:
             for block, name in sequence.publishable():
                 self.pool.publish(block, name)
+
+    def retain(self, sequence: Sequence) -> None:
+        """Begins the retentions of a sequence once its prompt is computed and published."""
+        num_tokens = len(sequence.spec.tokens)
+        if not sequence.retentions or sequence.num_computed < num_tokens:
+            return
+        for each in sequence.retentions:
+            point = self.resume.at(
+                sequence.chain, self.resume.last_point(num_tokens, each.num_tokens)
+            )
+            end = self.clock() + each.seconds
+            names = [name for _, names in point.parts for name in names]
+            self.pool.retain(names, sequence.spec.tenant, end)
+            if point.state is not None:
+                self.states.pool.retain([point.state], sequence.spec.tenant, end)
+        sequence.retentions = ()
+
+    def end_retentions(self) -> None:
+        """Ends the retentions whose time is over."""
+        for pool in (self.pool, self.states.pool):
+            if pool.retained:
+                pool.end_retentions(self.clock())
 
     def suspend(self, sequence_id: int) -> bool:
         """Suspends a running sequence; see `Engine.suspend`."""

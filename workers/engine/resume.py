@@ -6,7 +6,7 @@ its end, so parts with the right names belong together. A hit is a whole point o
 model with one full table every full block is a point. Pure: knows names, not blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -63,19 +63,34 @@ class ResumePoints:
         spacing = window_blocks * config.tables[0].block_size + config.state_tokens
         self._spacing = max(-(-spacing // self.alignment), 1) * self.alignment
 
-    def points(self, num_tokens: int, hit: Hit) -> tuple[int, ...]:
+    def points(self, num_tokens: int, hit: Hit, retained: Iterable[int] = ()) -> tuple[int, ...]:
         """Returns the ascending positions at which a prompt leaves resume points.
 
         These are its last possible one, the hit itself, the position where the prompt diverges from
-        the cached tokens of table 0, and regular ones. At most half of the cache's bytes then
-        belong to points.
+        the cached tokens of table 0, the ends of `retained` prefixes, and regular ones. Without
+        `retained`, at most half of the cache's bytes then belong to points.
         """
         if not self.is_sparse:
             return ()
-        last = (num_tokens - 1) // self.alignment * self.alignment
-        matched = hit.num_matched // self.alignment * self.alignment
+        last = self.last_point(num_tokens, num_tokens)
+        wanted = (self.last_point(num_tokens, end) for end in (hit.num_matched, *retained))
         regular = range(self._spacing, last + 1, self._spacing)
-        return tuple(sorted({*regular, last, min(matched, last), hit.num_tokens} - {0}))
+        return tuple(sorted({*regular, last, *wanted, hit.num_tokens} - {0}))
+
+    def last_point(self, num_tokens: int, end: int) -> int:
+        """Returns the last possible point at or before `end` of a prompt of `num_tokens`."""
+        return min(end, num_tokens - 1) // self.alignment * self.alignment
+
+    def at(self, chain: Items[bytes], position: int) -> Hit:
+        """Returns the point at a position, whether or not it is cached."""
+        return Hit(
+            num_tokens=position,
+            num_matched=position,
+            parts=tuple(
+                self._part(chain, number, position, None) for number in range(len(self._tables))
+            ),
+            state=self._digest(chain, position) if position and self._has_state else None,
+        )
 
     def longest(
         self,

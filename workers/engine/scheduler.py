@@ -118,6 +118,7 @@ class Scheduler:
         `cost` predicts its time; it counts if `mixed_step_factor` is set. Preempts the newest
         running sequences when an older one needs a block and none is free.
         """
+        self._requests.end_retentions()
         events = self._start_committed()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []

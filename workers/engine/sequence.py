@@ -79,6 +79,14 @@ class BeamSearch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRetention:
+    """Asks for a prefix of the prompt to stay in the cache after its computation."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
     """Describes one submit of a worker; the caller has checked every bound."""
 
@@ -98,6 +106,8 @@ class SequenceSpec:
     turn: Turn = Turn.BY_INDEX
     # The number of leading prompt tokens that another worker has cached; not for a DECODE.
     num_remote: int = 0
+    retentions: tuple[PrefixRetention, ...] = ()  # not for a DECODE
+    tenant: bytes = b""  # whose share of the cache the retentions use
 
     @property
     def max_length(self) -> int:
@@ -213,12 +223,14 @@ class Sequence:
     # Tokens of the draft that the step in flight verifies; num_scheduled includes them.
     num_draft: int = 0
     forgoes_drafts: bool = False
+    retentions: tuple[PrefixRetention, ...] = field(init=False)  # that have not begun
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)
         self.tables = [SequenceTable(spec, number) for number, spec in enumerate(self.specs)]
         self.chain = hash_chain(self.tokens, self.block_size, self.spec.salt)
         self.max_length = self.spec.max_length
+        self.retentions = self.spec.retentions
         self.choices = list(range(self.spec.num_choices))
         self.num_branches = 1 if self.spec.task is Task.PREFILL else self.spec.num_choices
         self.num_samples = 1 if self.search else self.spec.num_choices

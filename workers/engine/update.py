@@ -43,6 +43,7 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
             table.publish(sequence)
         if sequence.slots.points:
             table.states.publish(sequence)
+        table.retain(sequence)
         if sequence.scores_prompt:
             sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
         if sequence.spec.task is Task.PREFILL:

@@ -1,1 +1,4 @@
-"""Describes the KV cache without tensors: layout, sharding, resharding and the store interface."""
+"""Describes the KV cache without tensors.
+
+Contains layout, sharding, resharding, the order of eviction, and the store interface.
+"""

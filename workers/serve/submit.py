@@ -18,10 +18,12 @@ from ...proto.limits import (
     MAX_CACHE_SALT_BYTES,
     MAX_CHOICES,
     MAX_GRAMMAR_CHARACTERS,
+    MAX_RETENTIONS,
     MAX_TENANT_BYTES,
     MAX_WATERMARK_CONTEXT,
     MAX_WATERMARK_DELTA,
     MIN_TEMPERATURE,
+    RETENTION_SECONDS,
     WATERMARK_GAMMA,
 )
 from ...proto.parameters import (
@@ -34,7 +36,7 @@ from ...proto.parameters import (
     value_of,
 )
 from ..engine.plan import FirstTokens, Pooling, SamplingParams, Watermark
-from ..engine.sequence import BeamSearch, SequenceSpec, Task, Turn
+from ..engine.sequence import BeamSearch, PrefixRetention, SequenceSpec, Task, Turn
 from ..transfer.frames import MAX_FIRST_TOKENS, TransferError
 
 MAX_SUBMITTED_GRAMMAR_CHARACTERS: Final = 8 * MAX_GRAMMAR_CHARACTERS
@@ -111,6 +113,24 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimi
         turn=_TURNS.get(submit.turn, Turn.IN_ORDER),
         salt=adapter_salt(submit.cache_salt, submit.adapter.fingerprint),
         num_remote=submit.prefix_holder.num_tokens if task is Task.PREFILL else 0,
+        retentions=() if task is Task.DECODE else _parse_retentions(submit),
+        tenant=submit.tenant,
+    )
+
+
+def _parse_retentions(submit: worker_pb2.Submit) -> tuple[PrefixRetention, ...]:
+    check_count(len(submit.retentions), MAX_RETENTIONS, "prefixes", "retentions")
+    num_tokens = len(submit.token_ids)
+    longest = max(RETENTION_SECONDS.values())
+    for i, each in enumerate(submit.retentions):
+        _check(
+            1 <= each.num_tokens <= num_tokens and 1 <= each.seconds <= longest,
+            f"retentions[{i}]",
+            f"must have 1 to {num_tokens} tokens and 1 to {longest} seconds",
+        )
+    return tuple(
+        PrefixRetention(num_tokens=each.num_tokens, seconds=each.seconds)
+        for each in submit.retentions
     )
 
 

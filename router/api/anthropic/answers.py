@@ -74,7 +74,9 @@ class MessageWriter(ItemWriter):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _counts(self._prompt_tokens, message.cached_tokens, 0),
+            "usage": _counts(
+                self._prompt_tokens, message.cached_tokens, message.cache_write_tokens, 0
+            ),
         }
         yield _event("message_start", message=self._head | begun)
         yield _event("ping")
@@ -154,17 +156,22 @@ def _stop(message: inference_pb2.GenerateResponse) -> dict[str, Any]:
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
-    counts = _counts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    counts = _counts(
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.cache_write_tokens,
+        usage.completion_tokens,
+    )
     if usage.dropped_messages:
         counts["dropped_messages"] = usage.dropped_messages
     return counts
 
 
-def _counts(prompt: int, cached: int, completion: int) -> dict[str, int]:
-    """Returns Anthropic's usage object, whose input tokens exclude the cached tokens."""
+def _counts(prompt: int, cached: int, written: int, completion: int) -> dict[str, int]:
+    """Returns Anthropic's usage object, whose three counts of input add up to the prompt."""
     return {
-        "input_tokens": prompt - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": prompt - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": completion,
     }

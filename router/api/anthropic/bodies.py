@@ -8,6 +8,7 @@ from pydantic.json_schema import SkipJsonSchema
 from ....proto import limits
 from ..openai.bodies import (
     STOPPING_NAMES,
+    CacheControl,
     Ignored,
     Int32,
     LastEventId,
@@ -21,8 +22,6 @@ from ..openai.bodies import (
     member,
     with_named_parameters,
 )
-
-CacheControl = Ignored[dict[str, Any]]  # every prefix is cached
 
 _OTHER_TYPES: Final = ("image", "document", "audio", "video", "file", "container_upload")
 """The types of blocks that are not text."""
@@ -42,7 +41,7 @@ def _result_tag(value: object) -> str:
 class TextBlock(ReturnedModel):
     type: Literal["text"]
     text: str
-    cache_control: CacheControl = None
+    cache_control: CacheControl | None = None
     citations: Ignored[list[Any]] = None
 
 
@@ -62,7 +61,7 @@ class ToolUseBlock(ReturnedModel):
     id: str
     name: Name
     input: dict[str, Any]
-    cache_control: CacheControl = None
+    cache_control: CacheControl | None = None
     caller: Ignored[dict[str, Any]] = None
 
 
@@ -77,7 +76,7 @@ class ToolResultBlock(ReturnedModel):
     tool_use_id: str
     content: TextOrItems[_ResultBlock] | None = None
     is_error: Ignored[bool] = None
-    cache_control: CacheControl = None
+    cache_control: CacheControl | None = None
 
 
 Block = Annotated[
@@ -119,7 +118,7 @@ class InputTool(OpenModel):
     name: Name
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="The JSON schema of the arguments.")
-    cache_control: CacheControl = None
+    cache_control: CacheControl | None = None
     strict: Ignored[bool] = None
     eager_input_streaming: Ignored[bool] = None
     input_examples: Ignored[list[Any]] = None
@@ -166,7 +165,7 @@ class CountTokensBody(OpenModel):
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl = None
+    cache_control: CacheControl | None = None
     context_management: Ignored[dict[str, Any]] = None
 
 

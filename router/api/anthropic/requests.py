@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final
+
+from pydantic import BaseModel
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
-from ..openai.bodies import OtherPart
+from ..openai.bodies import CacheControl, OtherPart
 from ..openai.parsing import json_text, parse
 from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
@@ -56,12 +59,18 @@ def parse_count_tokens(body: bytes) -> ParsedRequest[CountTokensBody]:
 def _translate(body: CountTokensBody) -> dict[str, Any]:
     """Returns the fields of a ParsedRequest that depend on the body."""
     chat = inference_pb2.Chat()
-    names = {"stopping.stop": "stop_sequences", "prompt.chat.template_kwargs": "thinking"}
+    names = {
+        "stopping.stop": "stop_sequences",
+        "prompt.chat.template_kwargs": "thinking",
+        "cache_breakpoints": "cache_control",
+    }
+    marks = [_mark(tool.cache_control) for tool in body.tools or () if tool.cache_control]
     if body.system:
+        marks += _text_marks(body.system, 0)
         _add(chat, names, "system", role="system", content=_text(body.system))
     for i, message in enumerate(body.messages):
         add = _add_assistant if message.role == "assistant" else _add_user
-        add(chat, names, message, f"messages[{i}]")
+        marks += add(chat, names, message, f"messages[{i}]")
     _add_tools(chat, names, body)
     if body.thinking is not None:
         chat.template_kwargs = json.dumps({"enable_thinking": body.thinking.type != "disabled"})
@@ -73,7 +82,12 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
         schema = json_text(close_objects(form.schema_), "output_config.format.schema")
         constraint = inference_pb2.Constraint(json_schema=schema)
     names["constraint"] = "tools" if must_call(chat) and form is None else "output_config.format"
-    common = inference_pb2.GenerateRequest(model=body.model or "", constraint=constraint)
+    common = inference_pb2.GenerateRequest(
+        model=body.model or "",
+        constraint=constraint,
+        prompt_cache_retention=body.cache_control.retention if body.cache_control else "",
+        cache_breakpoints=marks,
+    )
     return {"common": common, "prompts": [inference_pb2.Prompt(chat=chat)], "names": names}
 
 
@@ -85,11 +99,15 @@ def _add(chat: inference_pb2.Chat, names: dict[str, str], path: str, **fields: A
 
 def _add_user(
     chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str
-) -> None:
-    """Adds a message of role user or system: each tool result becomes a separate message."""
+) -> list[inference_pb2.CacheBreakpoint]:
+    """Adds a message of role user or system: each tool result becomes a separate message.
+
+    Returns the marks for the prefix cache.
+    """
+    marks: list[inference_pb2.CacheBreakpoint] = []
     if isinstance(message.content, str):
         _add(chat, names, path, role=message.role, content=message.content)
-        return
+        return marks
     texts: list[str] = []
 
     def add_texts() -> None:
@@ -100,8 +118,14 @@ def _add_user(
     for i, block in enumerate(message.content):
         if isinstance(block, TextBlock):
             texts.append(block.text)
+            if block.cache_control:
+                end = sum(map(len, texts))
+                marks.append(_mark(block.cache_control, len(chat.messages), end))
         elif isinstance(block, ToolResultBlock):
             add_texts()
+            marks += _text_marks(block.content or "", len(chat.messages))
+            if block.cache_control:
+                marks.append(_mark(block.cache_control, len(chat.messages) + 1))
             content = _text(block.content or "")
             others = _other_parts(block.content or "")
             fields = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
@@ -116,14 +140,18 @@ def _add_user(
                 f"{path}.content[{i}]",
             )
     add_texts()
+    return marks
 
 
 def _add_assistant(
     chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str
-) -> None:
+) -> list[inference_pb2.CacheBreakpoint]:
+    """Adds a message of the assistant; returns the marks for the prefix cache."""
     if isinstance(message.content, str):
         _add(chat, names, path, role="assistant", content=message.content)
-        return
+        return []
+    number = len(chat.messages)
+    marks = _text_marks(message.content, number)
     texts = []
     reasoning = []
     calls = []
@@ -134,12 +162,15 @@ def _add_assistant(
         elif isinstance(block, ThinkingBlock):
             reasoning.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
+            if block.cache_control:
+                marks.append(_mark(block.cache_control, number + 1))
             arguments = json_text(block.input, f"{place}.input")
             calls.append(inference_pb2.ToolCall(id=block.id, name=block.name, arguments=arguments))
         elif isinstance(block, ToolResultBlock | OtherPart):
             raise InvalidArgument(f"a block of type {block.type} requires role user", place)
     fields = {"content": "".join(texts), "reasoning": "".join(reasoning), "tool_calls": calls}
     _add(chat, names, path, role="assistant", **fields)
+    return marks
 
 
 def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountTokensBody) -> None:
@@ -154,6 +185,28 @@ def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountToken
         chat.tool_choice.mode = _MODES[choice.type]
         chat.tool_choice.name = choice.name or ""
         chat.tool_choice.single_call = bool(choice.disable_parallel_tool_use)
+
+
+def _mark(
+    given: CacheControl, num_messages: int = 0, num_characters: int = 0
+) -> inference_pb2.CacheBreakpoint:
+    return inference_pb2.CacheBreakpoint(
+        num_messages=num_messages, num_characters=num_characters, retention=given.retention
+    )
+
+
+def _text_marks(
+    content: str | Sequence[BaseModel], num_messages: int
+) -> list[inference_pb2.CacheBreakpoint]:
+    """Returns the marks of the text blocks of a message, which has `num_messages` before it."""
+    blocks = () if isinstance(content, str) else content
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    ends = accumulate(len(block.text) for block in texts)
+    return [
+        _mark(block.cache_control, num_messages, end)
+        for block, end in zip(texts, ends, strict=True)
+        if block.cache_control
+    ]
 
 
 def _text(content: str | Sequence[TextBlock | OtherPart]) -> str:

@@ -351,6 +351,8 @@ def _usage(usages: Sequence[inference_pb2.Usage]) -> dict[str, Any]:
     details: dict[str, Any] = {
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)}
     }
+    if written := sum(each.cache_write_tokens for each in usages):
+        details["prompt_tokens_details"]["cache_write_tokens"] = written
     if reasoning_tokens := sum(each.reasoning_tokens for each in usages):
         details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     if dropped := sum(each.dropped_messages for each in usages):

@@ -10,6 +10,7 @@ the same kinds of fields and messages.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
@@ -23,6 +24,7 @@ from pydantic import (
     PlainValidator,
     Tag,
     TypeAdapter,
+    ValidationError,
     WithJsonSchema,
     create_model,
 )
@@ -89,6 +91,8 @@ class Content:
 
     text: str = ""
     other_parts: tuple[str, ...] = ()
+    # (characters of the text, retention) of marks for the prefix cache.
+    marks: tuple[tuple[int, str], ...] = ()
 
 
 def _content(value: object) -> Content:
@@ -103,7 +107,12 @@ def _content(value: object) -> Content:
         raise PydanticCustomError("content", f"has {len(value)} parts; the maximum is {_MAX_ITEMS}")
     kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
     other_parts = tuple(kind for kind in kinds if isinstance(kind, str) and kind not in _PART_TEXTS)
-    return Content("" if other_parts else "".join(map(_part_text, value)), other_parts)
+    if other_parts:
+        return Content("", other_parts)
+    texts = list(map(_part_text, value))
+    ends = accumulate(map(len, texts))
+    marks = ((end, _part_mark(part)) for end, part in zip(ends, value, strict=True))
+    return Content("".join(texts), (), tuple((end, mark) for end, mark in marks if mark))
 
 
 def _part_text(part: object) -> str:
@@ -114,6 +123,20 @@ def _part_text(part: object) -> str:
             "content", 'must have parts of the form {"type": "text", "text": ...}'
         )
     return text
+
+
+def _part_mark(part: Mapping[str, object]) -> str:
+    """Returns how long the prefix up to a part stays in the prefix cache; "" without a mark."""
+    for name, kind in _MARKS.items():
+        if part.get(name) is None:
+            continue
+        try:
+            return kind.validate_python(part[name]).retention
+        except ValidationError as error:
+            raise PydanticCustomError(
+                "content", f"{name} must have the form {_MARK_FORMS[name]}"
+            ) from error
+    return ""
 
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -240,6 +263,12 @@ def refusing(reason: str) -> GetPydanticSchema:
     )
 
 
+_MARK_FORMS: Final = {
+    "cache_control": '{"type": "ephemeral"}, with a ttl of "5m" or "1h"',
+    "prompt_cache_breakpoint": '{"mode": "explicit"}, with a ttl of "30m" or "12h"',
+}
+
+
 class OpenModel(BaseModel):
     """Keeps the names of unknown fields, so that `parse` can refuse them by name."""
 
@@ -263,6 +292,44 @@ class OtherPart(ReturnedModel):
     """Declares a part or block that is not text; frontend/chat.py refuses it."""
 
     type: str
+
+
+class CacheControl(OpenModel):
+    """Declares Anthropic's mark of a prefix that stays in the prefix cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = Field(None, description="5m by default.")
+
+    @property
+    def retention(self) -> str:
+        return self.ttl or "5m"
+
+
+class PromptCacheBreakpoint(OpenModel):
+    """Declares OpenAI's mark of a prefix that stays in the prefix cache."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = Field(None, description="30m by default.")
+
+    @property
+    def retention(self) -> str:
+        return self.ttl or "30m"
+
+
+class PromptCacheOptions(OpenModel):
+    mode: Literal["implicit", "explicit"] | None = Field(
+        None, description="explicit: keeps only the prefixes with a prompt_cache_breakpoint."
+    )
+    ttl: Literal["30m"] | None = Field(
+        None, description="Keeps the prompt in the prefix cache for this time."
+    )
+
+
+_MARKS: Final[Mapping[str, TypeAdapter[CacheControl] | TypeAdapter[PromptCacheBreakpoint]]] = {
+    "cache_control": TypeAdapter(CacheControl),
+    "prompt_cache_breakpoint": TypeAdapter(PromptCacheBreakpoint),
+}
+"""The types of the marks that a part of a message can have, by name."""
 
 
 class StreamOptions(OpenModel):
@@ -320,8 +387,7 @@ class Body(OpenModel):
     user: Ignored[str] = None
     metadata: Ignored[dict[str, Any]] = None
     safety_identifier: Ignored[str] = None
-    prompt_cache_key: Ignored[str] = None
-    prompt_cache_retention: Ignored[str] = None
+    prompt_cache_options: PromptCacheOptions | None = None
     store: Only[Literal[False]] = None
     skip_special_tokens: Only[Literal[True]] = None
     spaces_between_special_tokens: Only[Literal[True]] = None
@@ -330,7 +396,6 @@ class Body(OpenModel):
         None, description="Returns the token ids of the prompt and of the answer."
     )
     guided_decoding_backend: Ignored[str] = None
-    prompt_cache_options: Ignored[dict[str, Any]] = None
 
 
 class CompletionFields(Body):
@@ -380,7 +445,7 @@ class MessageBody(OpenModel):
     reasoning_content: str | None = Field(None, description="The reasoning of the assistant.")
     refusal: Annotated[str | None, Field(max_length=0)] = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
-    cache_control: Ignored[dict[str, Any]] = None
+    cache_control: CacheControl | None = None
 
 
 class AssistantMessage(MessageBody, ReturnedModel):
@@ -414,7 +479,7 @@ class FunctionBody(OpenModel):
 class ToolBody(OpenModel):
     type: Literal["function"]
     function: FunctionBody
-    cache_control: Ignored[dict[str, Any]] = None
+    cache_control: CacheControl | None = None
 
 
 class NamedFunction(OpenModel):

@@ -10,6 +10,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
+from ....proto.limits import MAX_CACHE_BREAKPOINTS
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
@@ -22,6 +23,7 @@ from .bodies import (
     MessageBody,
     NamedTool,
     OpenModel,
+    PromptCacheOptions,
     TemplateFields,
     TokenizeBody,
     ToolBody,
@@ -143,6 +145,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     else:
         common.ClearField("logprobs")
     chat = _chat(parsed, parsed.messages)
+    common.cache_breakpoints.extend(list(_marks(parsed))[-MAX_CACHE_BREAKPOINTS:])
     chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
     chat.tool_choice.single_call = parsed.parallel_tool_calls is False
     if must_call(chat) and not common.HasField("constraint"):
@@ -185,6 +188,20 @@ def set_parameters(
             set_value(request, ROWS[field], value)
 
 
+def set_prompt_cache(
+    request: inference_pb2.GenerateRequest, options: PromptCacheOptions | None
+) -> None:
+    """Sets how long the prompt stays in the prefix cache, from OpenAI's newer options."""
+    if options is None or options.ttl is None:
+        return
+    if request.prompt_cache_retention:
+        raise InvalidArgument(
+            "cannot be combined with prompt_cache_options", "prompt_cache_retention"
+        )
+    if options.mode != "explicit":
+        request.prompt_cache_retention = options.ttl
+
+
 def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str]]:
     """Returns the request without its prompt, and the names of fields that depend on the body."""
     constraint, constraint_name = _constraint(body)
@@ -210,6 +227,7 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
         constraint=constraint,
         **values[""],
     )
+    set_prompt_cache(request, body.prompt_cache_options)
     request.priority = min(-request.priority, 2**31 - 1)  # in vLLM, a lower number is served first
     return request, names
 
@@ -307,6 +325,21 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
         continue_final_message=bool(body.continue_final_message),
         parse_special=bool(body.parse_special),
     )
+
+
+def _marks(body: ChatFields) -> Iterator[inference_pb2.CacheBreakpoint]:
+    for tool in body.tools or ():
+        if tool.cache_control is not None:
+            yield inference_pb2.CacheBreakpoint(retention=tool.cache_control.retention)
+    for i, message in enumerate(body.messages):
+        for end, retention in message.content.marks:
+            yield inference_pb2.CacheBreakpoint(
+                num_messages=i, num_characters=end, retention=retention
+            )
+        if message.cache_control is not None:
+            yield inference_pb2.CacheBreakpoint(
+                num_messages=i + 1, retention=message.cache_control.retention
+            )
 
 
 def _message(message: MessageBody) -> inference_pb2.ChatMessage:

@@ -198,7 +198,10 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
     dropped = {"dropped_messages": usage.dropped_messages} if usage.dropped_messages else {}
     return dropped | {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

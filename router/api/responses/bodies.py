@@ -16,6 +16,8 @@ from ..openai.bodies import (
     Only,
     OpenModel,
     OtherPart,
+    PromptCacheBreakpoint,
+    PromptCacheOptions,
     ReturnedModel,
     TextOrItems,
     member,
@@ -44,7 +46,7 @@ class TextPart(ReturnedModel):
     text: str
     annotations: Ignored[list[Any]] = None
     logprobs: Ignored[list[Any]] = None
-    prompt_cache_breakpoint: Ignored[dict[str, Any]] = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class RefusalPart(ReturnedModel):
@@ -217,8 +219,7 @@ class ResponsesFields(OpenModel):
     metadata: Ignored[dict[str, str]] = None
     user: Ignored[str] = None
     safety_identifier: Ignored[str] = None
-    prompt_cache_key: Ignored[str] = None
-    prompt_cache_retention: Ignored[str] = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
 
 PARAMETER_NAMES: Final = {
@@ -228,6 +229,8 @@ PARAMETER_NAMES: Final = {
     "truncation": "truncation",
     "service_tier": "service_tier",
     "stop": "stopping.stop",
+    "prompt_cache_key": "prompt_cache_key",
+    "prompt_cache_retention": "prompt_cache_retention",
     **STOPPING_NAMES,
 }
 """The request parameters of POST /v1/responses; some are additions to OpenAI's."""

@@ -6,11 +6,12 @@ from typing import Any, Final
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
+from ....proto.limits import MAX_CACHE_BREAKPOINTS
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
 from ..openai.bodies import OtherPart
 from ..openai.parsing import json_text
-from ..openai.requests import ParsedRequest, set_parameters
+from ..openai.requests import ParsedRequest, set_parameters, set_prompt_cache
 from .bodies import (
     PARAMETER_NAMES,
     FunctionCallItem,
@@ -20,6 +21,7 @@ from .bodies import (
     Part,
     ReasoningItem,
     ResponsesFields,
+    TextPart,
 )
 
 _MODES: Final = {
@@ -38,7 +40,8 @@ def translate_responses(
     Raises InvalidArgument that names the field.
     """
     names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
-    chat = _chat(parsed, names, earlier)
+    marks: list[inference_pb2.CacheBreakpoint] = []
+    chat = _chat(parsed, names, earlier, marks)
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
     # The format binds only text, and a required call has none.
@@ -46,6 +49,8 @@ def translate_responses(
         model=parsed.model or "", constraint=None if must_call(chat) else constraint
     )
     set_parameters(common, parsed, PARAMETER_NAMES)
+    set_prompt_cache(common, parsed.prompt_cache_options)
+    common.cache_breakpoints.extend(marks[-MAX_CACHE_BREAKPOINTS:])
     return ParsedRequest(
         body=parsed,
         common=common,
@@ -58,9 +63,12 @@ def translate_responses(
 
 
 def _chat(
-    body: ResponsesFields, names: dict[str, str], earlier: Sequence[object]
+    body: ResponsesFields,
+    names: dict[str, str],
+    earlier: Sequence[object],
+    marks: list[inference_pb2.CacheBreakpoint],
 ) -> inference_pb2.Chat:
-    """Returns the chat; adds the fields of its messages and tools to `names`."""
+    """Returns the chat; adds the fields of its messages and tools to `names`, and its `marks`."""
     chat = inference_pb2.Chat()
 
     def add(path: str, **fields: Any) -> None:
@@ -70,12 +78,12 @@ def _chat(
     if body.instructions:
         add("instructions", role="system", content=body.instructions)
     for item in earlier:
-        _add_item(chat, add, item, "previous_response_id")
+        marks += _add_item(chat, add, item, "previous_response_id")
     if isinstance(body.input, str):
         add("input", role="user", content=body.input)
     else:
         for i, item in enumerate(body.input):
-            _add_item(chat, add, item, f"input[{i}]")
+            marks += _add_item(chat, add, item, f"input[{i}]")
     if not chat.messages:
         raise InvalidArgument("has no message", "input")
     for i, tool in enumerate(body.tools or ()):
@@ -94,14 +102,20 @@ def _chat(
     return chat
 
 
-def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, path: str) -> None:
-    """Adds an item; reasoning, texts and calls in a row become one message of the assistant."""
+def _add_item(
+    chat: inference_pb2.Chat, add: Callable[..., None], item: object, path: str
+) -> list[inference_pb2.CacheBreakpoint]:
+    """Adds an item and returns its marks for the prefix cache.
+
+    Reasoning, texts and calls in a row become one message of the assistant.
+    """
     match item:
         case FunctionOutputItem():
-            content = _fields(item.output)
-            add(path, role="tool", tool_call_id=item.call_id, **content)
+            add(path, role="tool", tool_call_id=item.call_id, **_fields(item.output))
+            return _marks(item.output, chat)
         case MessageItem() if item.role != "assistant":
             add(path, role=item.role, **_fields(item.content))
+            return _marks(item.content, chat)
         case MessageItem() | FunctionCallItem() | ReasoningItem():
             is_call = isinstance(item, FunctionCallItem)
             last = chat.messages[-1] if chat.messages else None
@@ -117,6 +131,28 @@ def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, 
                     last.reasoning += found["content"]
                 else:
                     last.content += found["content"]
+                    return _marks(item.content, chat)
+    return []
+
+
+def _marks(
+    content: str | Sequence[Part], chat: inference_pb2.Chat
+) -> list[inference_pb2.CacheBreakpoint]:
+    """Returns the marks in a content that was added to the end of the last message of a chat."""
+    if isinstance(content, str):
+        return []
+    found: list[inference_pb2.CacheBreakpoint] = []
+    end = len(chat.messages[-1].content)
+    for part in reversed(content):
+        if isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None:
+            mark = inference_pb2.CacheBreakpoint(
+                num_messages=len(chat.messages) - 1,
+                num_characters=end,
+                retention=part.prompt_cache_breakpoint.retention,
+            )
+            found.insert(0, mark)
+        end -= 0 if isinstance(part, OtherPart) else len(part.text)
+    return found
 
 
 def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:

@@ -69,9 +69,12 @@ def chosen(
     *,
     local: int = 0,
     tries: int = 40,
+    affinity: str = "",
 ) -> Counter[Placement | None]:
     return Counter(
-        place(wanted, prefill, decode, random.Random(n), local_prefill_tokens=local)
+        place(
+            wanted, prefill, decode, random.Random(n), local_prefill_tokens=local, affinity=affinity
+        )
         for n in range(tries)
     )
 
@@ -164,6 +167,41 @@ def test_equals_take_turns() -> None:
     got = chosen(needed(9), [idle("a"), idle("b"), idle("c")], [idle("d"), idle("e")], tries=300)
     assert len(got) == 6
     assert min(got.values()) > 20
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_one_affinity_goes_to_one_worker_and_many_to_all(is_split: bool) -> None:
+    """In every router, and without the prefix in any cache. A leaving worker moves only its own."""
+    workers = [idle(name) for name in "abcd"]
+
+    def worker(affinity: str, among: list[Candidate]) -> str:
+        pools = (among, [idle("d1"), idle("d2")]) if is_split else ([], among)
+        found = chosen(needed(600), *pools, affinity=affinity, tries=9)
+        (name,) = {each and (each.prefill if is_split else each.decode) for each in found}
+        assert name is not None
+        return name
+
+    homes = {str(number): worker(str(number), workers) for number in range(60)}
+    assert set(Counter(homes.values())) == set("abcd")
+    assert min(Counter(homes.values()).values()) >= 5
+    for affinity, home in homes.items():
+        now = worker(affinity, workers[1:])
+        assert now == home or home == "a"
+
+
+def test_an_affinity_does_not_outweigh_load_or_a_cached_prefix() -> None:
+    homes = dict.fromkeys("ab", "")
+    for number in range(20):
+        (placed,) = chosen(needed(600), [], [idle("a"), idle("b")], affinity=str(number))
+        assert placed is not None
+        homes[placed.decode] = str(number)
+    busy = [idle("a", pending_tokens=9000, num_pending=9), idle("b")]
+    assert set(chosen(needed(600), [], busy, affinity=homes["a"])) == {Placement(None, "b")}
+    warm = [idle("a"), idle("b", matched_tokens=590)]
+    assert set(chosen(needed(600), [], warm, affinity=homes["a"])) == {Placement(None, "b")}
+    near = [idle("a", pending_tokens=300, num_pending=1), idle("b")]
+    assert set(chosen(needed(600), [], near, affinity=homes["a"])) == {Placement(None, "a")}
+    assert set(chosen(needed(600), [], near)) == {Placement(None, "b")}
 
 
 def test_of_two_near_equals_the_less_loaded_is_taken() -> None:

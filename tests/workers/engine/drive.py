@@ -8,7 +8,14 @@ from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, en
 from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.events import Admitted, Event, NewTokens
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
-from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task, Turn
+from tandem.workers.engine.sequence import (
+    BeamSearch,
+    FinishReason,
+    PrefixRetention,
+    SequenceSpec,
+    Task,
+    Turn,
+)
 
 PROMPT = tuple(range(1, 11))
 
@@ -38,6 +45,8 @@ def spec(
     beam: BeamSearch | None = None,
     priority: int = 0,
     turn: Turn = Turn.BY_INDEX,
+    tenant: bytes = b"",
+    retentions: tuple[PrefixRetention, ...] = (),
 ) -> SequenceSpec:
     return SequenceSpec(
         id=number,
@@ -52,6 +61,8 @@ def spec(
         priority=priority,
         turn=turn,
         salt=salt,
+        tenant=tenant,
+        retentions=retentions,
     )
 
 

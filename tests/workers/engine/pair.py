@@ -21,7 +21,7 @@ from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted, PrefillFinished, Progress
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
-from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, State, Task
+from tandem.workers.engine.sequence import BeamSearch, PrefixRetention, SequenceSpec, State, Task
 
 
 @dataclass(eq=False)
@@ -38,6 +38,7 @@ class Request:
     seed: int = 0
     n: int = 1
     beam: BeamSearch | None = None  # of width n
+    retained: int = 0  # the most tokens of the prompt that the cache retains
     num_remote: int = 0  # tokens, of which a third worker has those of the prompt
     choices: "list[Request]" = field(default_factory=list)  # if n > 1 or beams
     hypothesis: tuple[int, ...] = ()  # what a choice of a beam search must be
@@ -224,6 +225,14 @@ class Pair:
             beam=request.beam,
             stop_ids=request.stop_ids,
             salt=request.salt,
+            tenant=request.salt,
+            retentions=(
+                PrefixRetention(
+                    num_tokens=min(request.retained, len(request.prompt)), seconds=1e-3
+                ),
+            )
+            if request.retained and task is not Task.DECODE
+            else (),
             num_remote=min(request.num_remote, len(request.prompt))
             if task is not Task.DECODE
             else 0,

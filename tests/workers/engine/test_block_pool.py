@@ -1,5 +1,7 @@
 """The block pool against a model that knows only lists, and the order in which cached blocks go."""
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,6 +34,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.leased: list[list[int]] = []
         self.digest_of: dict[int, bytes] = {}
         self.cached: list[int] = []
+        # (digest, tenant, end) of retained digests, the next to drop first.
+        self.retained: list[tuple[bytes, bytes, int]] = []
+        self.now = 0
         self.reported: set[bytes] = set()  # the digests, as the changes say
 
     def pick(self, data: st.DataObject, groups: list[list[int]]) -> list[int]:
@@ -45,6 +50,23 @@ class PoolMachine(RuleBasedStateMachine):
         owner.
         """
         self.cached += [b for b in reversed(blocks) if b not in self.held() and b in self.digest_of]
+        self.sort()
+
+    def is_retained(self, block: int) -> bool:
+        return self.digest_of[block] in [digest for digest, _, _ in self.retained]
+
+    def sort(self) -> None:
+        """Retained blocks go last."""
+        self.cached.sort(key=self.is_retained)
+
+    def drop(self, dropped: list[tuple[bytes, bytes, int]]) -> None:
+        """Ends retentions: the last of them is evicted next."""
+        for each in dropped:
+            self.retained.remove(each)
+            for block in [b for b in self.cached if self.digest_of[b] == each[0]]:
+                self.cached.remove(block)
+                self.cached.insert(0, block)
+        self.sort()
 
     @rule(count=st.integers(0, 5))
     def reserve(self, count: int) -> None:
@@ -62,7 +84,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(blocks) & (self.held() | set(self.cached))
         assert [b for b in blocks if b in self.digest_of] == evicted
         for block in evicted:
-            del self.digest_of[block]
+            gone = self.digest_of.pop(block)
+            self.retained = [each for each in self.retained if each[0] != gone]
         self.reserved.append(blocks)
 
     @precondition(lambda self: self.reserved)
@@ -117,6 +140,35 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.unlease(blocks)
         self.let_go(blocks)
 
+    @rule(
+        chain=st.lists(st.sampled_from(DIGESTS), max_size=4, unique=True),
+        tenant=st.sampled_from([b"ada", b"bob", b"eve"]),
+        seconds=st.integers(1, 9),
+    )
+    def retain(self, chain: list[bytes], tenant: bytes, seconds: int) -> None:
+        """A tenant has a quarter of the blocks, and all together have half of them."""
+        self.pool.retain(chain, tenant, self.now + seconds)
+        known = takewhile(set(self.digest_of.values()).__contains__, chain)
+        for digest in reversed(list(known)[: NUM_BLOCKS // 4]):
+            ends = [end for other, _, end in self.retained if other == digest]
+            self.retained = [each for each in self.retained if each[0] != digest]
+            self.retained.append((digest, tenant, max([self.now + seconds, *ends])))
+        own = [each for each in self.retained if each[1] == tenant]
+        dropped = own[: max(len(own) - NUM_BLOCKS // 4, 0)]
+        rest = [each for each in self.retained if each not in dropped]
+        self.drop(dropped + rest[: max(len(rest) - NUM_BLOCKS // 2, 0)])
+
+    @rule(seconds=st.integers(1, 5))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        self.pool.end_retentions(self.now)
+        self.drop(
+            sorted(
+                [each for each in self.retained if each[2] <= self.now],
+                key=lambda each: (each[2], each[0]),
+            )
+        )
+
     @rule()
     def take_changes(self) -> None:
         stored, evicted = self.pool.take_changes()
@@ -129,6 +181,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         self.pool.check_integrity()
+        assert list(self.pool.retained) == [digest for digest, _, _ in self.retained]
+        assert list(self.pool._order) == [self.digest_of[block] for block in self.cached]
         owned = {block for group in self.owned for block in group}
         leased = {block for group in self.leased for block in group} - owned
         counts = {
@@ -251,7 +305,9 @@ def test_no_salt_continues_the_chain_of_another_tenant() -> None:
         lambda pool: pool._free.pop(),
         lambda pool: pool._owners.__setitem__(0, 0),
         lambda pool: pool._leases.__setitem__(3, 1),
-        lambda pool: pool._lru.clear(),
+        lambda pool: pool._order.remove(b"b"),
+        lambda pool: pool.retained.add([b"gone"], b"", 1.0),
+        lambda pool: pool.retained.add([b"b"], b"", 1.0),
         lambda pool: pool._block_of.clear(),
         lambda pool: pool._count.__setitem__(BlockState.FREE, 0),
         lambda pool: pool._state.__setitem__(1, BlockState.FREE),

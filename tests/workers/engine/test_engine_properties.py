@@ -57,6 +57,7 @@ REQUESTS = st.builds(
     n=st.sampled_from([1, 1, 2, 3]),
     beam=st.none() | BEAMS,
     num_remote=st.sampled_from([0, 0, MAX_PROMPT]),
+    retained=st.sampled_from([0, 0, 3, MAX_PROMPT]),
 )
 
 

@@ -87,6 +87,15 @@ class TierMachine(RuleBasedStateMachine):
         self.plan()
         self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
 
+    @rule(chain=st.sampled_from(CHAINS), tenant=st.sampled_from([b"ada", b"bob"]))
+    def retain(self, chain: list[bytes], tenant: bytes) -> None:
+        self.pool.retain(chain, tenant, 1.0)
+
+    @rule()
+    def end_retentions(self) -> None:
+        self.pool.end_retentions(1.0)
+        assert not len(self.pool.retained)
+
     @rule()
     def take_changes(self) -> None:
         stored, evicted = self.pool.take_changes()
