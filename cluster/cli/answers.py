@@ -16,7 +16,8 @@ from ...router.client.types import Choice, Completion, Logprob, Timeline, TokenL
 from ...router.telemetry.requests import PARTS
 from ..tables import make_table, table_console
 
-_USAGE: Final = ("prompt_tokens", "completion_tokens", "cached_tokens")
+_USAGE: Final = tuple(field.name for field in inference_pb2.Usage.DESCRIPTOR.fields)
+_CHOICE: Final = ("text", "token_ids", "finish_reason", "stop_reason", "score")
 _TIMES: Final = {
     "KV wait" if part == "kv_transfer" else part: f"{part}_seconds" for part in PARTS
 } | {
@@ -81,9 +82,7 @@ def completion_json(completion: Completion) -> dict[str, Any]:
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    fields = {
-        name: getattr(choice, name) for name in ("text", "token_ids", "finish_reason", "score")
-    }
+    fields = {name: getattr(choice, name) for name in _CHOICE}
     return fields | {"logprobs": [_token_json(each) for each in choice.logprobs]}
 
 

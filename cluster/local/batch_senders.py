@@ -1,5 +1,6 @@
 """Sends the requests of a batch: to an engine of this process, or to a service."""
 
+import asyncio
 import json
 import socket
 import time
@@ -40,7 +41,7 @@ def engine_sender(service: GenerationService, caller: Caller = Caller()) -> Send
 
     async def send(request: BatchRequest) -> BatchAnswer:
         request_id = uuid.uuid4().hex
-        body = json.dumps(request.body).encode()
+        body = await asyncio.to_thread(_encode, request.body)
         context = RequestContext(arrived=time.monotonic(), caller=caller)
         _, answer = POSTS[request.url]
         try:
@@ -52,7 +53,7 @@ def engine_sender(service: GenerationService, caller: Caller = Caller()) -> Send
             response = error_response(error)
         return BatchAnswer(
             status=response.status_code,
-            body=json.loads(bytes(response.body)),
+            body=await asyncio.to_thread(json.loads, bytes(response.body)),
             request_id=request_id,
             retry_after=_seconds(response.headers),
         )
@@ -81,6 +82,7 @@ async def service_sender(
             try:
                 async with session.post(url + request.url, json=request.body) as response:
                     text = await response.text()
+                    body = await asyncio.to_thread(_parse, text, response.status)
                     status = response.status
                     retry_after = _seconds(response.headers)
                     request_id = response.headers.get(REQUEST_ID, "")
@@ -96,12 +98,16 @@ async def service_sender(
                 raise PermissionDenied("the key may not send these requests")
             return BatchAnswer(
                 status=status,
-                body=_parse(text, status),
+                body=body,
                 request_id=request_id,
                 retry_after=retry_after,
             )
 
         yield send
+
+
+def _encode(body: object) -> bytes:
+    return json.dumps(body).encode()
 
 
 def _seconds(headers: Mapping[str, str]) -> float | None:

@@ -193,14 +193,17 @@ class OutputProcessor:
         """
         of_prompt = messages[0].prompt_logprobs[:]
         del messages[0].prompt_logprobs[:]
-        ranked = sorted(
-            messages, key=lambda one: (-self._choices[one.choice].mean_logprob, one.choice)
-        )
+        ranked = sorted(messages, key=self._rank)
         best = ranked[: self._request.num_answers]
         for number, message in enumerate(best):
             message.choice = number
         best[0].prompt_logprobs.extend(of_prompt)
         return best
+
+    def _rank(self, message: inference_pb2.GenerateResponse) -> tuple[bool, float, int]:
+        """Returns the sort key of a completion: one that the time has left empty comes last."""
+        choice = self._choices[message.choice]
+        return not choice.num_tokens, -choice.mean_logprob, message.choice
 
     def _signed(self, message: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
         """Adds the resume token, and to the first message the cached tokens of the prompt."""

@@ -31,6 +31,14 @@ from .interface import (
 LEASE_SECONDS: Final = 15.0
 """Three times the longest wait of a claim."""
 
+_OLDEST_BATCHES: Final = (
+    "SELECT facts FROM batches WHERE tenant = ? AND number > COALESCE("
+    "(SELECT number FROM batches WHERE tenant = ? AND id = ?), -1) ORDER BY number ASC LIMIT ?"
+)
+_NEWEST_BATCHES: Final = (
+    "SELECT facts FROM batches WHERE tenant = ? AND number < COALESCE("
+    "(SELECT number FROM batches WHERE tenant = ? AND id = ?), 9e18) ORDER BY number DESC LIMIT ?"
+)
 _OUTPUT_PURPOSE: Final = "batch_output"
 
 
@@ -81,9 +89,7 @@ class Batches:
 
     def list_page(self, tenant: str, page: Page) -> list[Batch]:
         rows = self._database.execute(
-            "SELECT facts FROM batches WHERE tenant = ? AND number < COALESCE("
-            "(SELECT number FROM batches WHERE tenant = ? AND id = ?), 9e18) "
-            "ORDER BY number DESC LIMIT ?",
+            _OLDEST_BATCHES if page.is_ascending else _NEWEST_BATCHES,
             tenant,
             tenant,
             page.after,

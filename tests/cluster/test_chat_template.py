@@ -199,6 +199,18 @@ def test_a_known_template_renders_as_published(name: str) -> None:
 
 
 @pytest.mark.io
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_template_drops_no_message_wherever_it_stands(name: str) -> None:
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    for letters in ("us", "uas", "s", "ssu", "usu", "suasus", "uss", "suas"):
+        turns = [(roles[letter], f"text{i}.") for i, letter in enumerate(letters)]
+        text = rendered(name, *turns)
+        places = [text.find(content) for _, content in turns]
+        assert -1 not in places, letters
+        assert places == sorted(places), letters
+
+
+@pytest.mark.io
 def test_a_name_serves_chats_of_a_model_without_a_template(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

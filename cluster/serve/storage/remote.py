@@ -1,7 +1,8 @@
 """Calls the store beside the directory, for a router."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 import ray
 from typing_extensions import override
@@ -19,6 +20,8 @@ from ....router.storage.interface import (
     StoredFile,
     StoredResponse,
 )
+
+_LARGE_BYTES: Final = 262_144
 
 CallStore = Callable[..., Awaitable[Any]]
 """Calls a method of the store by its name, with its arguments and `wait` seconds beside the usual
@@ -115,6 +118,24 @@ class RemoteStorage(Storage):
 
     async def _call(self, method: str, *args: Any, wait: float = 0.0) -> Any:
         try:
-            return await self._call_store(method, *args, wait=wait)
+            # Ray copies arguments when it is called, which takes a while for a file.
+            sent = [
+                await asyncio.to_thread(ray.put, each) if _is_large(each) else each for each in args
+            ]
+            return await self._call_store(method, *sent, wait=wait)
         except ray.exceptions.RayError:  # of the store, which has logged it, or of Ray
             raise Unavailable("the store of responses, files and batches does not work") from None
+
+
+def _is_large(argument: object) -> bool:
+    """Returns True for the content of a file, the lines of a batch, a response, or an answer."""
+    match argument:
+        case bytes():
+            return len(argument) > _LARGE_BYTES
+        case StoredResponse():
+            return len(argument.body) + len(argument.items) > _LARGE_BYTES
+        case LineAnswer():
+            return len(argument.line) > _LARGE_BYTES
+        case list():
+            return any(isinstance(each, bytes) for each in argument[:1])
+    return False

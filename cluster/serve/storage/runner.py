@@ -89,7 +89,8 @@ class BatchRunner:
             log.error("a line of a batch failed by a defect: %s", type(error).__name__)
 
     async def _answer(self, line: BatchLine) -> None:
-        request = BatchRequest.model_validate_json(line.request)
+        # Lines and answers have up to many megabytes, and the loop serves other requests.
+        request = await asyncio.to_thread(BatchRequest.model_validate_json, line.request)
         caller = self._authenticator.caller_of(line.owner.tenant, line.owner.key_name)
         if caller is None:
             found = error_line(
@@ -105,7 +106,7 @@ class BatchRunner:
             except Unavailable:
                 await asyncio.sleep(_RETRY_SECONDS)  # the same line may be the next one
                 return
-            found = answer_line(request, answer)
+            found = await asyncio.to_thread(answer_line, request, answer)
             has_failed = answer.status != 200
         key = (line.batch_id, line.number)
         await self._report(LineAnswer(key=key, line=found, has_failed=has_failed), line.expires)

@@ -16,6 +16,7 @@ from ...frontend.fair_threads import FairThreads
 from ...frontend.prepare import RequestContext
 from ...storage.interface import (
     BATCH_SECONDS,
+    FINISHED,
     MAX_BATCH_LINES,
     MAX_BATCHES,
     MAX_FILE_BYTES,
@@ -24,11 +25,11 @@ from ...storage.interface import (
 )
 from ..large_messages import check_json_elements
 from ..openai.bodies import OpenModel
-from ..openai.lists import list_response, one_more, read_page
+from ..openai.lists import list_response, one_more, read_page, unknown_after
 from ..openai.parsing import parse
 from ..openai.respond import off_loop
 from ..service import GenerationService
-from .files import check_can_keep
+from .files import PIECE_BYTES, check_can_keep
 from .lines import BatchUrl, parse_batch
 
 _MAX_PAGE: Final = 100
@@ -96,10 +97,17 @@ async def _read_input(service: GenerationService, tenant: str, file_id: str) -> 
     stored = await service.storage.find_file(tenant, file_id)
     if stored is not None and stored.purpose != "batch":
         raise InvalidArgument("must be a file of the purpose batch", "input_file_id")
-    content = await service.storage.read_file(tenant, file_id, 0, MAX_FILE_BYTES)
-    if content is None:
+    pieces: list[bytes] = []
+    while stored is not None and sum(map(len, pieces)) < stored.size:
+        offset = sum(map(len, pieces))
+        piece = await service.storage.read_file(tenant, file_id, offset, PIECE_BYTES)
+        if not piece:  # the file was deleted meanwhile
+            stored = None
+            break
+        pieces.append(piece)
+    if stored is None:
         raise NotFound("input_file_id: no file of this id is stored here")
-    return content
+    return b"".join(pieces)
 
 
 async def get_batch(service: GenerationService, request: Request) -> Response:
@@ -114,6 +122,8 @@ async def list_batches(service: GenerationService, request: Request) -> Response
     caller = request.state.caller
     check_can_keep(caller)
     page = read_page(request, default=_DEFAULT_PAGE, most=_MAX_PAGE)
+    if page.after and await service.storage.find_batch(caller.tenant, page.after) is None:
+        raise unknown_after(page)
     batches = await service.storage.list_batches(caller.tenant, one_more(page))
     return list_response(list(map(describe_batch, batches)), page)
 
@@ -122,7 +132,11 @@ async def cancel_batch(service: GenerationService, request: Request) -> Response
     """Answers POST /v1/batches/{name}/cancel; the requests that run now are still answered."""
     caller = request.state.caller
     check_can_keep(caller)
-    return _found(await service.storage.cancel_batch(caller.tenant, request.path_params["name"]))
+    name = request.path_params["name"]
+    batch = await service.storage.find_batch(caller.tenant, name)
+    if batch is not None and batch.status in FINISHED:
+        raise InvalidArgument(f"the batch has ended: its status is {batch.status}", "batch_id")
+    return _found(await service.storage.cancel_batch(caller.tenant, name))
 
 
 def _found(batch: Batch | None) -> JSONResponse:

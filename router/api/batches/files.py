@@ -1,8 +1,9 @@
 """Answers the requests of OpenAI's Files API."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from ...auth.authenticator import Caller
 from ...frontend.prepare import RequestContext
 from ...storage.interface import MAX_FILE_BYTES, MAX_FILES, StoredFile
 from ..openai.answers import error_response
-from ..openai.lists import list_response, one_more, read_page
+from ..openai.lists import list_response, one_more, read_page, unknown_after
 from ..openai.refused_body import RefusedBody
 from ..openai.respond import respond
 from ..service import GenerationService
@@ -27,13 +28,14 @@ from .multipart import FormPart, parse_form
 
 _MAX_PAGE: Final = 10_000
 _MAX_NAME_CHARACTERS: Final = 255
-_PIECE_BYTES: Final = 1024 * 1024
+PIECE_BYTES: Final = 1024 * 1024  # of a file, which is read in pieces
 _MIN_SECONDS: Final = 3_600
 _MAX_SECONDS: Final = 2_592_000
-_MAX_UPLOADS: Final = 4
+_MAX_UPLOADS: Final = 8  # at a time, of all tenants
+_MAX_UPLOADS_EACH: Final = 2  # of one tenant
 _FORM_BYTES: Final = 65_536  # of the fields beside the file
 
-_uploads = asyncio.Semaphore(_MAX_UPLOADS)
+_uploads = Counter[str]()  # by tenant
 
 
 def check_can_keep(caller: Caller) -> None:
@@ -48,7 +50,7 @@ def check_can_keep(caller: Caller) -> None:
 
 
 async def upload_file(service: GenerationService, request: Request) -> Response:
-    """Answers POST /v1/files. At most 4 uploads are read at a time; others are refused."""
+    """Answers POST /v1/files; refuses uploads while too many are read."""
 
     async def answer(body: bytes, _request_id: str, context: RequestContext) -> Response:
         kind = request.headers.get("content-type", "")
@@ -57,12 +59,33 @@ async def upload_file(service: GenerationService, request: Request) -> Response:
 
     try:
         check_can_keep(request.state.caller)
-        if _uploads.locked():
-            raise Overloaded(f"{_MAX_UPLOADS} files are being uploaded; try again")
-    except TandemError as error:
+        with _uploading(request.state.caller.tenant):
+            return await respond(
+                request, answer, max_bytes=MAX_FILE_BYTES + _FORM_BYTES, is_form=True
+            )
+    except TandemError as error:  # `respond` raises none
         return RefusedBody(error_response(error))
-    async with _uploads:
-        return await respond(request, answer, max_bytes=MAX_FILE_BYTES + _FORM_BYTES, is_form=True)
+
+
+@contextmanager
+def _uploading(tenant: str) -> Iterator[None]:
+    """Counts an upload, which may be slow. Raises Overloaded beyond the bounds.
+
+    The bound of a tenant leaves places to others.
+    """
+    for count, most, whose in (
+        (_uploads[tenant], _MAX_UPLOADS_EACH, "of this tenant "),
+        (_uploads.total(), _MAX_UPLOADS, ""),
+    ):
+        if count >= most:
+            raise Overloaded(f"{most} files {whose}are being uploaded; try again")
+    _uploads[tenant] += 1
+    try:
+        yield
+    finally:
+        _uploads[tenant] -= 1
+        if not _uploads[tenant]:
+            del _uploads[tenant]
 
 
 async def list_files(service: GenerationService, request: Request) -> Response:
@@ -70,6 +93,8 @@ async def list_files(service: GenerationService, request: Request) -> Response:
     caller = request.state.caller
     check_can_keep(caller)
     page = read_page(request, default=_MAX_PAGE, most=_MAX_PAGE)
+    if page.after and await service.storage.find_file(caller.tenant, page.after) is None:
+        raise unknown_after(page)
     purpose = request.query_params.get("purpose", "")
     files = await service.storage.list_files(caller.tenant, one_more(page), purpose)
     return list_response(list(map(describe_file, files)), page)
@@ -86,8 +111,8 @@ async def get_content(service: GenerationService, request: Request) -> Response:
     tenant = request.state.caller.tenant
 
     async def pieces() -> AsyncIterator[bytes]:
-        for offset in range(0, stored.size, _PIECE_BYTES):
-            piece = await service.storage.read_file(tenant, stored.file_id, offset, _PIECE_BYTES)
+        for offset in range(0, stored.size, PIECE_BYTES):
+            piece = await service.storage.read_file(tenant, stored.file_id, offset, PIECE_BYTES)
             if piece is None:
                 raise NotFound("the file was deleted while it was read")
             yield piece

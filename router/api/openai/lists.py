@@ -12,6 +12,7 @@ from ....proto.errors import InvalidArgument
 from ...storage.interface import Page
 
 _MAX_LIMIT_CHARACTERS: Final = 8
+_MAX_SHOWN: Final = 64
 
 
 def read_page(request: Request, *, default: int, most: int, order: str = "desc") -> Page:
@@ -30,6 +31,11 @@ def read_page(request: Request, *, default: int, most: int, order: str = "desc")
     if order not in ("asc", "desc"):
         raise InvalidArgument("must be asc or desc", "order")
     return Page(limit=limit, after=query.get("after", ""), is_ascending=order == "asc")
+
+
+def unknown_after(page: Page) -> InvalidArgument:
+    """Returns the error for a page that begins after an entry that does not exist."""
+    return InvalidArgument(f"no entry {page.after[:_MAX_SHOWN]!r} is in this list", "after")
 
 
 def one_more(page: Page) -> Page:

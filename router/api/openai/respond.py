@@ -89,12 +89,21 @@ async def respond(
 async def respond_without_body(
     request: Request, answer: Callable[[Request], Awaitable[Response]]
 ) -> Response:
-    """Answers a request whose body is not read; turns errors into responses of OpenAI's API."""
+    """Answers a request whose body is not read; turns errors into responses of OpenAI's API.
+
+    The response has the same header `x-request-id` as of `respond`.
+    """
+    request_id = uuid.uuid4().hex
     try:
         with tandem_errors_only():
-            return await answer(request)
+            check_request_id(request.headers.get(REQUEST_ID, ""))
+            request_id = request.headers.get(REQUEST_ID) or request_id
+            response = await answer(request)
     except TandemError as error:
-        return OPENAI_FORM.error_response(error, http_field)
+        response = OPENAI_FORM.error_response(error, http_field)
+    # A body that was read has its header already, also if it was refused.
+    response.headers.setdefault(REQUEST_ID, request_id)
+    return response
 
 
 def _timeout(header: str | None) -> float | None:

@@ -21,7 +21,7 @@ from ...frontend.prepare import RequestContext
 from ...storage.interface import Storage, StoredResponse
 from ..large_messages import check_json_elements
 from ..openai.answers import error_response
-from ..openai.lists import list_response, read_page
+from ..openai.lists import list_response, read_page, unknown_after
 from ..openai.parsing import parse
 from ..openai.requests import ParsedRequest
 from ..openai.respond import off_loop
@@ -119,7 +119,9 @@ async def list_input_items(service: GenerationService, request: Request) -> Resp
     if not page.is_ascending:
         items.reverse()
     ids = [item["id"] for item in items]
-    start = ids.index(page.after) + 1 if page.after in ids else 0
+    if page.after and page.after not in ids:
+        raise unknown_after(page)
+    start = ids.index(page.after) + 1 if page.after else 0
     return list_response(items[start : start + page.limit + 1], page)
 
 

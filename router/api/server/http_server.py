@@ -25,7 +25,7 @@ from ..console.routes import console_endpoints
 from ..openai.answers import OPENAI_FORM, error_response, plain_error
 from ..openai.openapi import MODEL_NAME, Operation, document, ok
 from ..openai.parsing import http_field
-from ..openai.respond import respond
+from ..openai.respond import respond, respond_without_body
 from ..openai.writers import AnswerForm
 from ..service import GenerationService
 from .audit import AuditLog
@@ -109,7 +109,10 @@ class HttpServer:
             ),
         }
         routes = [
-            Route(path.replace("}", ":path}"), endpoint)  # a name may have slashes
+            Route(
+                path.replace("}", ":path}"),  # a name may have slashes
+                partial(respond_without_body, answer=endpoint),
+            )
             for path, (_, endpoint) in gets.items()
         ]
         for path, (_, answer) in POSTS.items():

@@ -99,7 +99,7 @@ _OPERATIONS: Final[list[tuple[str, Operation, Stored]]] = [
     ),
     (
         "/v1/batches",
-        _operation("Lists the batches.", "List", LIST_PARAMETERS),
+        _operation("Lists the batches.", "List", (*LIST_PARAMETERS, ORDER)),
         list_batches,
     ),
     ("/v1/batches/{name}", _operation("Returns a batch.", "Batch"), get_batch),

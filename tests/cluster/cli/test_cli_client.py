@@ -260,6 +260,8 @@ def test_several_choices_and_their_logprobs() -> None:
         assert [each["logprob"] for each in found["prompt_logprobs"]] == [None, -2.0]
         assert found["timeline"] == {"request_id": "stub", "completion_tokens": 7}
         assert found["usage"]["prompt_tokens"] == 1
+        assert found["usage"]["dropped_messages"] == 0
+        assert {choice["stop_reason"] for choice in found["choices"]} == {None}
 
 
 def test_the_json_of_a_token_that_is_never_drawn_has_no_infinity() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tandem.cluster.serve.storage.runner import BatchRunner
 from tandem.proto.errors import Overloaded
+from tandem.router.api.batches import files as files_module
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
@@ -246,6 +247,93 @@ async def test_wrong_uploads(client: openai.AsyncOpenAI, address: str) -> None:
         made = (await http.post("/v1/files", files=form)).json()
         assert made["expires_at"] - made["created_at"] == 3_600
         assert (await http.get(f"/v1/files/{made['id']}/content")).content == b"\r\n--x\r\n"
+
+
+async def test_lists_begin_after_a_known_entry_in_both_orders(
+    clients: Sequence[openai.AsyncOpenAI], address: str
+) -> None:
+    client, other = clients
+    files = [await upload(client, [request("a", max_tokens=1)]) for _ in range(3)]
+    batches = [
+        await client.batches.create(
+            input_file_id=each, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        for each in files
+    ]
+    foreign = await upload(other, ["x"])
+    async with httpx.AsyncClient(
+        base_url=f"http://{address}/v1", headers={"Authorization": "Bearer one"}
+    ) as http:
+        for path, ids, query in (
+            ("/files", files, "purpose=batch&"),
+            ("/batches", [each.id for each in batches], ""),
+        ):
+            for order, expected in (("asc", ids), ("desc", ids[::-1])):
+                listed = (await http.get(f"{path}?{query}order={order}&limit=2")).json()
+                assert [each["id"] for each in listed["data"]] == expected[:2]
+                after = f"after={listed['last_id']}"
+                listed = (await http.get(f"{path}?{query}order={order}&{after}")).json()
+                assert [each["id"] for each in listed["data"]] == expected[2:]
+            for unknown in ("unknown", foreign):
+                refused = await http.get(f"{path}?after={unknown}")
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
+
+
+async def test_a_batch_that_has_ended_cannot_be_cancelled(client: openai.AsyncOpenAI) -> None:
+    made = await client.batches.create(
+        input_file_id=await upload(client, [request("a", max_tokens=1)]),
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+    await ended(client, made.id)
+    with pytest.raises(openai.BadRequestError, match="its status is completed"):
+        await client.batches.cancel(made.id)
+    assert (await client.batches.retrieve(made.id)).status == "completed"
+
+
+async def test_slow_uploads_of_one_tenant_leave_room_for_another(
+    clients: Sequence[openai.AsyncOpenAI], address: str
+) -> None:
+    goes_on = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"--x\r\n"
+        await goes_on.wait()
+        yield b"--x--"
+
+    async with httpx.AsyncClient(
+        base_url=f"http://{address}", headers={"Authorization": "Bearer one"}, timeout=WAIT
+    ) as http:
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        pending = [
+            asyncio.create_task(http.post("/v1/files", content=slow(), headers=kind))
+            for _ in range(2)
+        ]
+        async with asyncio.timeout(WAIT):
+            while sum(files_module._uploads.values()) < 2:
+                await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="2 files of this tenant are being"):
+            await upload(clients[0], ["x"])
+        assert await upload(clients[1], ["x"])
+        goes_on.set()
+        assert {answer.status_code for answer in await asyncio.gather(*pending)} == {400}
+    assert not files_module._uploads
+    assert await upload(clients[0], ["x"])
+
+
+async def test_each_answer_has_the_id_of_its_request(address: str) -> None:
+    async with httpx.AsyncClient(
+        base_url=f"http://{address}", headers={"Authorization": "Bearer one"}
+    ) as http:
+        for path in ("/v1/files", "/v1/batches/x", "/v1/models", "/v1/models/x", "/health"):
+            answer = await http.get(path, headers={"x-request-id": "mine"})
+            assert answer.headers["x-request-id"] == "mine", path
+            assert len((await http.get(path)).headers["x-request-id"]) == 32, path
+        refused = await http.get("/v1/files", headers={"x-request-id": "x" * 129})
+        assert refused.status_code == 400
+        form = {"file": ("f", b"x"), "purpose": (None, b"batch")}
+        made = await http.post("/v1/files", files=form, headers={"x-request-id": "mine"})
+        assert made.headers.get_list("x-request-id") == ["mine"]
 
 
 async def test_files_need_a_key_if_callers_cannot_be_told_apart(

@@ -76,7 +76,12 @@ async def test_a_stored_response_is_retrieved(
     newest = (await http.get(f"/v1/responses/{streamed.id}/input_items?limit=1")).json()
     assert newest["data"] == [texts[-1]]
     assert newest["has_more"] is True
-    for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
+    for query, param in (
+        ("limit=0", "limit"),
+        ("limit=x", "limit"),
+        ("order=up", "order"),
+        ("after=unknown", "after"),
+    ):
         refused = await http.get(f"/v1/responses/{streamed.id}/input_items?{query}")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     refused = await http.get(f"/v1/responses/{streamed.id}?stream=true")

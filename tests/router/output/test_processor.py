@@ -1,11 +1,12 @@
 """Tests several completions of one prompt, with echo, log probabilities and tool calls."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import pytest
 
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, worker_pb2
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.output.choice import ChoiceOutput
 from tandem.router.output.processor import OutputProcessor
@@ -257,6 +258,24 @@ async def test_best_of_counts_all_tokens_and_reports_logprobs(model: ServedModel
     (only,) = await collect_all(model, source, message)
     assert (only.text, bytes(only.token_ids)) == ("b", b"bST")
     assert [entry.token.text for entry in only.logprobs] == [b"b", b"S", b"T"]
+
+
+async def test_a_completion_that_the_time_has_left_empty_is_the_worst(model: ServedModel) -> None:
+    class LateSource(FakeTokenSource):
+        async def generate(self, *_args: Any) -> AsyncGenerator[TokenDelta, None]:
+            scores = (worker_pb2.TokenScores(logprob=-9.0),)
+            for choice, own in enumerate((b"", b"b", b"")):
+                yield TokenDelta(
+                    first_index=0,
+                    ids=tuple(own),
+                    finish_reason=inference_pb2.FINISH_REASON_TIME,
+                    choice=choice,
+                    logprobs=scores[: len(own)],
+                )
+
+    message = request(n=2, best_of=3, stopping={"max_time_ms": 1})
+    messages = await collect_all(model, LateSource(), message)
+    assert [m.text for m in messages] == ["b", ""]
 
 
 async def test_beams_have_scores(model: ServedModel) -> None:
