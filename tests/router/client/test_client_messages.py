@@ -133,6 +133,9 @@ async def test_every_option_has_its_field(server: RecordingServer) -> None:
         "json_object",
         "choice",
         "grammar",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
     }
     assert used == set(Options.__annotations__)
 
