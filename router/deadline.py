@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ..proto.errors import DeadlineExceeded
@@ -21,11 +21,15 @@ def earlier(first: float | None, second: float | None) -> float | None:
     return min(times, default=None)
 
 
-async def before(deadline: float | None, result: Awaitable[_T]) -> _T:
-    """Awaits `result`. Cancels it and raises DeadlineExceeded at `deadline` (time.monotonic())."""
+async def before(
+    deadline: float | None,
+    result: Awaitable[_T],
+    clock: Callable[[], float] = time.monotonic,
+) -> _T:
+    """Awaits `result`. Cancels it and raises DeadlineExceeded at `deadline`, a time of `clock`."""
     if deadline is None:
         return await result
-    scope = asyncio.timeout(deadline - time.monotonic())
+    scope = asyncio.timeout(deadline - clock())
     try:
         async with scope:
             return await result

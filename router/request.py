@@ -32,11 +32,11 @@ class TokenRequest:
     # the beam search's width is at least num_choices.
     submit: worker_pb2.Submit
     tenant: str = ""  # waiting requests are served fairly among tenants
-    arrived: float  # time.monotonic() when the API server received the request
-    deadline: float | None = None  # time.monotonic() by which it must have ended
-    # time.monotonic() by which its SLO class wants the first token; it only orders the queue.
+    arrived: float  # the time of the router's clock when the API server received the request
+    deadline: float | None = None  # the time by which it must have ended
+    # The time by which its SLO class wants the first token; it only orders the queue.
     first_token_due: float | None = None
-    # time.monotonic() at which it ends with the output so far.
+    # The time at which it ends with the output so far.
     ends_at: float | None = None
     # Of a request that began elsewhere: the ids that its client has of each choice; None for a
     # choice that has ended.

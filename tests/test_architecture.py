@@ -247,6 +247,16 @@ FORBIDDEN_CALLS = {
 }
 FORBIDDEN_NAMES = {call.rpartition(".")[2] for call in FORBIDDEN_CALLS}
 
+# The folders whose code runs on the clock that it is given, so that `cluster.sim` can run it, and
+# the exceptions: API servers and clients of real connections, and waits for processes and devices.
+ON_A_CLOCK = ("tandem.router", "tandem.workers")
+OFF_THE_CLOCK = (
+    "tandem.router.api",
+    "tandem.router.client",
+    "tandem.router.frontend.child_process",
+    "tandem.workers.transfer.nixl_agent",
+)
+
 
 def folder_of(name: str) -> str:
     """The entry of ARROWS that is the module or its folder; `` is the package's root. Unknown: its
@@ -344,6 +354,23 @@ def decodes_code(modules: list[Module]) -> list[str]:
     return complaints
 
 
+def reads_another_clock(modules: list[Module]) -> list[str]:
+    """Complains about code that reads the time itself instead of calling its `clock`."""
+
+    def lies_in(module: Module, folders: tuple[str, ...]) -> bool:
+        return f"{module.name}.".startswith(tuple(f"{folder}." for folder in folders))
+
+    return [
+        f"{module.name}:{node.lineno} calls {ast.unparse(node.func)}"
+        for module in modules
+        if lies_in(module, ON_A_CLOCK) and not lies_in(module, OFF_THE_CLOCK)
+        for node in module.nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute | ast.Name)
+        and ast.unparse(node.func).rpartition(".")[2] == "monotonic"
+    ]
+
+
 def is_too_long(modules: list[Module]) -> list[str]:
     """Complains about functions of many statements, and about long files whose docstring gives no
     reason.
@@ -389,6 +416,7 @@ RULES: list[Rule] = [
     has_cycle,
     has_folder_cycle,
     decodes_code,
+    reads_another_clock,
     is_too_long,
 ]
 
@@ -532,6 +560,8 @@ CONTROLS: list[tuple[Rule, dict[str, str]]] = [
     (decodes_code, {"cluster__x": "from torch import load"}),
     (decodes_code, {"cluster__x": "import yaml\nyaml.load('x', yaml.SafeLoader)"}),
     (decodes_code, {"cluster__x": "f(trust_remote_code=True)"}),
+    (reads_another_clock, {"router__x": "import time\nuntil = time.monotonic() + 1"}),
+    (reads_another_clock, {"workers__serve__x": "from time import monotonic\nnow = monotonic()"}),
     (is_too_long, {"cluster__x": "x = 1\n" * (MAX_FILE_LINES + 1)}),
     (
         is_too_long,
@@ -550,6 +580,8 @@ ALLOWED: dict[str, str] = {
     "from ...workers.serve import worker",
     "workers__serve__worker": "import grpc\nfrom ..tp import rank\nfrom ..model import runner\n"
     "from ...proto import limits",
+    "router__client__wire": "import time\nnow = time.monotonic()",
+    "router__deadline": "import time\ndef f(clock=time.monotonic):\n    return clock()",
     "workers__tp__rank": "from ..model import runner\nfrom ..engine.plan import StepPlan",
     "workers__model__runner": "import torch\nfrom ..engine.plan import StepPlan\nmodel.eval()\n"
     "yaml.safe_load('')",

@@ -1,7 +1,8 @@
 """Dispatches requests to workers and continues them when workers fail. Knows ids, not text."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+import time
+from collections.abc import AsyncGenerator, Callable, Collection
 from functools import partial
 from typing import Final
 from weakref import WeakSet
@@ -44,6 +45,7 @@ class Dispatcher:
         metrics: Metrics = NULL_METRICS,
         blocked_prompts: BlockedPrompts | None = None,
         connect: Connect = PeerChannel,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `admission`, one with the default bounds decides when a request may start.
 
@@ -53,11 +55,12 @@ class Dispatcher:
         """
         self._metrics = metrics
         self._registry = registry
-        self._admission = admission or Admission(registry)
+        self._admission = admission or Admission(registry, clock=clock)
         self._identity = identity
         self._park_seconds = park_seconds
         self._open_channel = connect
-        self._poison_guard = PoisonGuard(blocked_prompts=blocked_prompts)
+        self._clock = clock
+        self._poison_guard = PoisonGuard(clock, blocked_prompts=blocked_prompts)
         self._running: WeakSet[RequestExecution] = WeakSet()
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._closed = False
@@ -76,10 +79,11 @@ class Dispatcher:
             ended,
             send=partial(self._send, wake),
             registry=self._registry,
-            timer=RequestTimer(request, timeline, self._metrics),
+            timer=RequestTimer(request, timeline, self._metrics, self._clock),
             poison_guard=self._poison_guard,
             park_seconds=self._park_seconds,
             wake=wake.set,
+            clock=self._clock,
         )
         self._running.add(execution)
         return execution.run(self._admission, wake)

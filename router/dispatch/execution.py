@@ -143,6 +143,7 @@ class RequestExecution:
                 release = await before(
                     earlier(deadline, ends_at),
                     scope.enter_async_context(admission.permit(self._request)),
+                    self._clock,
                 )
             except DeadlineExceeded:
                 if earlier(deadline, ends_at) == deadline:
@@ -154,9 +155,9 @@ class RequestExecution:
             scope.callback(wake.close)
             # One timer for a request costs less than one for each token.
             if deadline is not None:
-                _call_at(deadline, scope, self.fail, deadline_passed())
+                self._call_at(deadline, scope, self.fail, deadline_passed())
             if ends_at is not None:
-                _call_at(ends_at, scope, self.end_time)
+                self._call_at(ends_at, scope, self.end_time)
             self.start()
             wake.watch(partial(self._collect_unread, release))
             while True:
@@ -172,6 +173,13 @@ class RequestExecution:
                 if is_over:
                     return
                 await wake.sleep(None if self.wake_at is None else self.wake_at - self._clock())
+
+    def _call_at(
+        self, due: float, scope: AsyncExitStack, call: Callable[..., object], *args: object
+    ) -> None:
+        """Calls at a time of the clock, unless `scope` has ended before."""
+        timer = asyncio.get_running_loop().call_later(due - self._clock(), call, *args)
+        scope.callback(timer.cancel)
 
     def _collect_unread(self, release: Callable[[], None]) -> None:
         """Collects deltas while the caller is away; `release` gives back the admission."""
@@ -544,9 +552,3 @@ class RequestExecution:
         elif not self._parked and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
-
-
-def _call_at(due: float, scope: AsyncExitStack, call: Callable[..., object], *args: object) -> None:
-    """Calls at a time of time.monotonic(), unless `scope` has ended before."""
-    timer = asyncio.get_running_loop().call_later(due - time.monotonic(), call, *args)
-    scope.callback(timer.cancel)

@@ -1,6 +1,7 @@
 """Measures one request: fills its timeline, and counts its interruptions, transfers and gaps."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from ...proto import inference_pb2, worker_pb2
@@ -38,13 +39,15 @@ class RequestTimer:
         request: TokenRequest,
         timeline: inference_pb2.Timeline,
         metrics: Metrics = NULL_METRICS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Stamps the end of the request's checks, after which it waits for a worker."""
         self._metrics = metrics
+        self._clock = clock
         self._timeline = timeline
         self._num_choices = request.submit.num_choices
         self._arrived = request.arrived
-        self._tokenized = time.monotonic()
+        self._tokenized = self._clock()
         self._dispatched: float | None = None
         self._first: float | None = None  # when the first token came
         self._decode_admitted: float | None = None
@@ -63,14 +66,14 @@ class RequestTimer:
         """Stamps the dispatch of an attempt; `kind` is the label of a recovery in RECOVERIES."""
         if self._was_interrupted:
             self._metrics.add(RECOVERIES, kind=kind)
-        self._dispatched = self._dispatched or time.monotonic()
+        self._dispatched = self._dispatched or self._clock()
         self._timeline.attempts = attempt
         self._timeline.prefill_worker = placement.prefill or placement.decode
         self._timeline.decode_worker = placement.decode
 
     def observe(self, output: worker_pb2.Output, *, decode: bool = False) -> None:
         """Stamps an output of the prefill worker; `decode`: of the decode worker of a pair."""
-        now = time.monotonic()
+        now = self._clock()
         if output.HasField("admitted") and decode:
             self._decode_admitted = self._decode_admitted or now
         elif output.HasField("admitted") and self._first is None:
@@ -99,7 +102,7 @@ class RequestTimer:
         if cause == "preempted":
             self._metrics.add(PREEMPTIONS)
         if len(self._timeline.interruptions) < MAX_INTERRUPTIONS:
-            at = time.monotonic() - self._arrived
+            at = self._clock() - self._arrived
             self._timeline.interruptions.add(cause=cause, worker=worker_id, at_seconds=at)
 
     def tokens(self, count: int, choice: int = 0) -> None:
@@ -110,7 +113,7 @@ class RequestTimer:
         """Stamps the new tokens: the tokens of one choice have come at equal distances."""
         if not self._new_tokens:
             return
-        self._last = now = time.monotonic()
+        self._last = now = self._clock()
         for choice, count in self._new_tokens.items():
             self._num_tokens += count
             if not count:
@@ -132,7 +135,7 @@ class RequestTimer:
         """Writes the timeline after the end or the failure of the request."""
         self.stamp()
         timeline = self._timeline
-        end = self._last if self._num_tokens else time.monotonic()
+        end = self._last if self._num_tokens else self._clock()
         dispatched = self._dispatched or end
         first = self._first or end
         received = min(self._kv_received or first, end)

@@ -62,8 +62,8 @@ class ResumePolicy:
         return int(self._wall_clock())
 
     def milliseconds_at(self, moment: float) -> int:
-        """Returns the time of the wall clock at a moment of time.monotonic()."""
-        return round(1000 * (self._wall_clock() - (time.monotonic() - moment)))
+        """Returns the time of the wall clock at a moment of the monotonic clock."""
+        return round(1000 * (self._wall_clock() - (self._clock() - moment)))
 
     def check_age(self, signed: int, field: str) -> None:
         """Raises InvalidArgument if a token that was signed at that time is too old."""

@@ -50,12 +50,19 @@ class DiskTier:
     Lives in one event loop, except `count`.
     """
 
-    def __init__(self, disk: RankDisk, block_size: int, clients: Sequence[RankClient] = ()) -> None:
+    def __init__(
+        self,
+        disk: RankDisk,
+        block_size: int,
+        clients: Sequence[RankClient] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Makes a tier of the disk of rank 0 and the `clients` of the other ranks; see `open`."""
         self.on_change: Callable[[Iterable[bytes], Iterable[bytes]], object] = (
             lambda stored, evicted: None
         )
         self._disk = disk
+        self._clock = clock
         self._clients = clients
         # The hashes that each other rank has.
         self._elsewhere: list[set[bytes]] = [set() for _ in clients]
@@ -67,11 +74,11 @@ class DiskTier:
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
-        self._no_writes_before = 0.0  # time.monotonic()
-        self._no_reads_before = 0.0  # time.monotonic()
+        self._no_writes_before = 0.0  # a time of the clock
+        self._no_reads_before = 0.0  # a time of the clock
         # Speed of reading a rank's part, with checks and copies; 0 if unknown.
         self._bytes_per_second = 0.0
-        self._measured = 0.0  # time.monotonic() of the last measurement
+        self._measured = 0.0  # the time of the last measurement
 
     @classmethod
     async def open(
@@ -112,7 +119,7 @@ class DiskTier:
 
     def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
         """Returns the number of leading blocks worth loading; see `PrefixSource.count`."""
-        now = time.monotonic()
+        now = self._clock()
         speed = self._bytes_per_second
         if now < self._no_reads_before:
             return 0
@@ -128,7 +135,7 @@ class DiskTier:
         if time is up. Then other ranks may still write to the blocks until `KvGroup.stop`.
         """
         num_filled = 0
-        started = time.monotonic()
+        started = self._clock()
         blocks = event.tables[0].blocks[event.num_cached // self._block_size :]
         try:
             async with asyncio.timeout(_LOAD_SECONDS):
@@ -147,13 +154,11 @@ class DiskTier:
                 "KV cache on disk: reading takes too long; no block is read for %g seconds",
                 _RETRY_SECONDS,
             )
-            self._no_reads_before = time.monotonic() + _RETRY_SECONDS
+            self._no_reads_before = self._clock() + _RETRY_SECONDS
         finally:
             self.report()
         if num_filled:
-            self._measure(
-                num_filled * self._disk.block_bytes / max(time.monotonic() - started, 1e-6)
-            )
+            self._measure(num_filled * self._disk.block_bytes / max(self._clock() - started, 1e-6))
         return num_filled * self._block_size
 
     def keep(self, digests: Iterable[bytes], thread: EngineThread) -> None:
@@ -161,7 +166,7 @@ class DiskTier:
 
         The engine in `thread` owns the KV cache.
         """
-        if self._closing or time.monotonic() < self._no_writes_before:
+        if self._closing or self._clock() < self._no_writes_before:
             return
         new = [digest for digest in digests if digest not in self]
         for digest in reversed(new):
@@ -196,7 +201,7 @@ class DiskTier:
                 _RETRY_SECONDS,
                 error,
             )
-            self._no_writes_before = time.monotonic() + _RETRY_SECONDS
+            self._no_writes_before = self._clock() + _RETRY_SECONDS
             self._unwritten.clear()
         finally:
             self._writing = None
@@ -254,7 +259,7 @@ class DiskTier:
     def _measure(self, bytes_per_second: float) -> None:
         weight = _WEIGHT if self._bytes_per_second else 1.0
         self._bytes_per_second += (bytes_per_second - self._bytes_per_second) * weight
-        self._measured = time.monotonic()
+        self._measured = self._clock()
 
 
 def reports_of(disk: DiskTier | None, thread: EngineThread) -> CacheReports:

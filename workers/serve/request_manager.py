@@ -76,6 +76,7 @@ class RequestManager:
     reports: CacheReports
     importer: PrefixImporter
     metrics: Metrics = NULL_METRICS
+    clock: Callable[[], float] = time.monotonic  # the engine's
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
     # Tokens of resumed requests that this worker has computed again.
     num_recomputed_tokens: int = field(init=False, default=0)
@@ -123,7 +124,7 @@ class RequestManager:
         next_load = 0.0
         try:
             while (message := await session.take()) is not None:
-                now = time.monotonic()
+                now = self.clock()
                 if (len(self), self.is_leaving) != reported or now >= next_load:
                     reported = (len(self), self.is_leaving)
                     next_load = now + _LOAD_SECONDS
@@ -177,7 +178,7 @@ class RequestManager:
             spec.id + number: (request, first + number) for number in range(spec.num_choices)
         }
         session.requests[key] = request
-        submitted = time.monotonic()
+        submitted = self.clock()
         if spec.task is Task.DECODE:
             request.fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
             request.fetch.add_done_callback(partial(self._fetched, request))
@@ -280,7 +281,7 @@ class RequestManager:
                             self.importer.load(event, request.spec, request.submit.prefix_holder),
                         )
                         loading.add_done_callback(
-                            partial(self._loaded, request, event, time.monotonic())
+                            partial(self._loaded, request, event, self.clock())
                         )
                     case Admitted():
                         request.session.put(request.key, admitted=self._admitted(request, event))
@@ -480,7 +481,7 @@ class RequestManager:
             return
         self.metrics.add(RESTORED, num_tokens, tier=event.prefix_source)
         message = self._admitted(request, replace(event, num_cached=event.num_cached + num_tokens))
-        message.restore_seconds = time.monotonic() - began
+        message.restore_seconds = self.clock() - began
         request.session.put(request.key, admitted=message)
         self.thread.post(lambda engine: engine.commit_prefix(event.id, num_tokens))
 

@@ -44,7 +44,7 @@ class Watchdog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         # The seconds and tokens of the last steps; the thread appends, the event loop removes.
         self.steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS)
-        self._clock = clock
+        self.clock = clock
         self._stamp = 0.0
         self._rested = clock()  # when it last became idle
         self._seen = 0.0  # the stamp at the last call of `stalled_seconds`
@@ -53,16 +53,16 @@ class Watchdog:
 
     def mark(self) -> None:
         """Records progress."""
-        self._stamp = self._clock()
+        self._stamp = self.clock()
 
     def rest(self) -> None:
         """Records that the thread is idle."""
-        self._rested = self._clock()
+        self._rested = self.clock()
         self._stamp = 0.0
 
     def idle_seconds(self) -> float:
         """Returns the seconds since the thread became idle; 0 while it works."""
-        return 0.0 if self._stamp else self._clock() - self._rested
+        return 0.0 if self._stamp else self.clock() - self._rested
 
     def stalled_seconds(self) -> float:
         """Returns the seconds of work without progress.
@@ -70,7 +70,7 @@ class Watchdog:
         At most 4 seconds between two calls count. A longer time between calls means that the whole
         process, or its machine, was stopped.
         """
-        now = self._clock()
+        now = self.clock()
         stamp = self._stamp
         if stamp != self._seen:
             self._seen = stamp
@@ -97,12 +97,12 @@ class WatchedExecutor(DelegatingExecutor):
             if on_layers is not None:
                 on_layers(num_layers)
 
-        started = time.monotonic()
+        started = self._progress.clock()
         collect = self._executor.launch(plan, report)
 
         def finish() -> Samples:
             samples = collect()
-            self._progress.steps.append((time.monotonic() - started, plan.num_tokens))
+            self._progress.steps.append((self._progress.clock() - started, plan.num_tokens))
             return samples
 
         return finish

@@ -8,7 +8,6 @@ gRPC methods only delegate to them.
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -264,11 +263,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
         Raises TimeoutError if the engine's step does not end.
         """
-        deadline = time.monotonic() + grace
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace
         await self.drain(grace)  # the server keeps running, so decode workers can fetch KV cache
         self._requests.fail_all()  # a session that only breaks would count as a crash
         self._endpoint.disconnect()
-        await self._server.stop(max(deadline - time.monotonic(), _GOODBYE_SECONDS))
+        await self._server.stop(max(deadline - loop.time(), _GOODBYE_SECONDS))
         try:
             if self._disk is not None:
                 await self._disk.close()

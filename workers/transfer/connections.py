@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -54,7 +53,7 @@ class Connection:
     ) -> None:
         self.endpoint = endpoint
         self.awaited = awaited  # transfers wait for this connection up to CONNECT_WAIT_SECONDS
-        self.began = time.monotonic()
+        self.began = context.clock()
         self.transport = ""  # set from when the connection is settled until its end
         self.connector: KvConnector | None = None  # None: gRPC
         self.settled = asyncio.Event()  # the transport is known, or the connection has ended
@@ -147,7 +146,7 @@ class ReceiverConnections:
 
     def connect(self, endpoint: str) -> None:
         """Begins to connect, unless connected already or failed in the last RETRY_SECONDS."""
-        now = time.monotonic()
+        now = self._context.clock()
         self._failed = {
             other: failed
             for other, failed in self._failed.items()
@@ -171,7 +170,7 @@ class ReceiverConnections:
         connection = self._open.get(endpoint)
         if connection is None:
             return None
-        seconds = CONNECT_WAIT_SECONDS - (time.monotonic() - connection.began)
+        seconds = CONNECT_WAIT_SECONDS - (self._context.clock() - connection.began)
         if connection.awaited and not connection.settled.is_set() and seconds > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -182,7 +181,7 @@ class ReceiverConnections:
         """Ends a connection that has failed. Idempotent."""
         if self._open.get(connection.endpoint) is connection:
             del self._open[connection.endpoint]
-            self._failed[connection.endpoint] = time.monotonic()
+            self._failed[connection.endpoint] = self._context.clock()
         connection.task.cancel()
 
     async def close(self) -> None:

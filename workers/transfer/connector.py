@@ -6,6 +6,7 @@ connection of its own.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class TransferContext:
     host: str = "127.0.0.1"  # the interface to bind
     device: str = "cpu"  # of the rank
     metrics: Metrics = NULL_METRICS
+    clock: Callable[[], float] = time.monotonic
     leases: LeaseTable = field(init=False)
     _resources: dict[str, asyncio.Future[Any]] = field(init=False, default_factory=dict)
 

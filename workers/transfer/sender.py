@@ -8,7 +8,6 @@ all that reads an offer must see its withdrawal.
 
 import asyncio
 import itertools
-import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -67,11 +66,11 @@ class KvOffer:
     num_tokens: int
     prefix_hash: bytes
     entry: tuple[int, int]  # index and number of the lease table's entry
+    progressed: float  # time of the last report of progress, or of the offer
     num_ready: int = 0  # tokens that are computed in all layers
     num_ahead: int = 0  # tokens that are computed in the first num_layers layers
     num_layers: int = 0
     num_reports: int = 0  # of progress
-    progressed: float = field(default_factory=time.monotonic)  # time of the last report
     interval: float = 0.0  # seconds between the last two reports of progress
     first_tokens: FirstTokens | None = None  # set when the prefill is done
     withdrawn: bool = False
@@ -156,7 +155,13 @@ class KvSender:
         """
         key = TransferKey(transfer_id=transfer_id, epoch=self.epoch)
         offer = KvOffer(
-            key, sequence_id, place, num_tokens, prefix_hash, self.context.leases.open()
+            key,
+            sequence_id,
+            place,
+            num_tokens,
+            prefix_hash,
+            self.context.leases.open(),
+            self.context.clock(),
         )
         self._offers[transfer_id] = self._by_sequence[sequence_id] = offer
         self._offered.set()
@@ -175,7 +180,7 @@ class KvSender:
             offer.num_ahead = num_ahead
             offer.num_layers = num_layers
             offer.num_reports += 1
-            now = time.monotonic()
+            now = self.context.clock()
             offer.interval = now - offer.progressed
             offer.progressed = now
             offer.changed.set()
@@ -294,11 +299,11 @@ class KvSender:
         sent = dict.fromkeys(range(len(group.layers)), request.first_token)
         slots = range(request.first_slot, request.first_slot + request.num_slots)
         num_reports = 0
-        last_frame = time.monotonic()
+        last_frame = self.context.clock()
         while min(sent.values()) < offer.end(group.part) or offer.first_tokens is None:
             await self._wait_for_more(offer, num_reports)
             num_reports = offer.num_reports
-            began = time.monotonic()
+            began = self.context.clock()
             ready = {
                 index: max(sent[index], offer.ready(layer, group.part))
                 for index, layer in enumerate(group.layers)
@@ -316,19 +321,19 @@ class KvSender:
                 if pause > _MIN_PAUSE and offer.first_tokens is None:
                     with suppress(TimeoutError):
                         await offer.wait(lambda: offer.first_tokens is not None, pause)
-                    began = time.monotonic()
+                    began = self.context.clock()
                     burst += 1
                 await connector.ready()
                 offer.check()
                 payload = await connector.offer(request.stream, table, span)
-                age = time.monotonic() - began
+                age = self.context.clock() - began
                 box = {name: getattr(span, name) for name in _SPAN_FIELDS}
                 frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **box)
                 index += 1
                 yield encode(offer.key, frame, payload)
             if spans:
                 burst += 1
-                last_frame = time.monotonic()
+                last_frame = self.context.clock()
 
     async def _wait_for_more(self, offer: KvOffer, num_reports: int) -> None:
         """Returns when the prefill is done or makes progress after its first `num_reports`."""

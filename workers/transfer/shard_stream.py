@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -356,13 +355,13 @@ class ShardStream:
                 continue
             if not isinstance(message, Data):
                 raise TransferError("KV pull out of order")
-            received = time.monotonic()
+            received = self._context.clock()
             try:
                 data = await connector.fetch(stream, table, message, payload)
             except ValueError as error:
                 raise TransferError("KV frame out of bounds") from error
             writer.write(message, data)
-            now = time.monotonic()
+            now = self._context.clock()
             # The frames of a burst do not wait for the prefill, so all the time since the previous
             # frame counts.
             active += now - last if message.burst == burst else message.age + now - received
