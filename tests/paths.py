@@ -51,7 +51,7 @@ TOKEN: Final = """
 workers.model.sampling.sampler:Sampler.__call__
 workers.model.runner:ModelRunner._launch
 workers.model.pooling:collect
-workers.engine.engine:Engine.step ~ collect
+workers.engine.engine:Engine.finish ~ collect
 workers.engine.update:update
 workers.engine.update:append_tokens
 workers.serve.request_manager:RequestManager.deliver < Engine.step ~ events

@@ -82,7 +82,7 @@ class LocalEngine:
             registry,
             admission,
             identity=PeerIdentity.generate(),
-            connect=lambda *_: LocalChannel(worker),
+            connect=lambda *_: LocalChannel(worker.serve_session),
         )
         adapters = AdapterAdmin(self._adapters)
         self._model_names = (model.name, *config.aliases)

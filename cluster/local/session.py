@@ -1,17 +1,25 @@
 """Connects the router's part and a worker of one process, without a port and without copies."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ...proto import worker_pb2
-from ...workers.serve.worker import Worker
+
+Serve = Callable[
+    [
+        AsyncIterator[worker_pb2.SessionRequest],
+        Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ],
+    Awaitable[None],
+]
+"""Serves one router, as `RequestManager.serve` does."""
 
 
 class LocalChannel:
     """A channel to a worker of this process, for the stub of one session."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, serve: Serve) -> None:
+        self._serve = serve
         self._session: LocalSession | None = None
 
     def stream_stream(self, _method: str, *_: object, **__: object) -> "Callable[[], LocalSession]":
@@ -27,18 +35,18 @@ class LocalChannel:
             await self._session.close()
 
     def _open(self) -> "LocalSession":
-        self._session = LocalSession(self._worker)
+        self._session = LocalSession(self._serve)
         return self._session
 
 
 class LocalSession:
     """A session with a worker of this process, in the form of grpc.aio's bidirectional call."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, serve: Serve) -> None:
         self._commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         # One message: output that follows before it is read is joined in the next one.
         self._responses: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue(1)
-        self._serving = asyncio.create_task(self._serve(worker))
+        self._serving = asyncio.create_task(self._run(serve))
 
     async def read(self) -> worker_pb2.SessionResponse | None:
         """Returns the worker's next message; None after the end of the session."""
@@ -56,9 +64,9 @@ class LocalSession:
         self.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
 
-    async def _serve(self, worker: Worker) -> None:
+    async def _run(self, serve: Serve) -> None:
         try:
-            await worker.serve_session(self._read_commands(), self._responses.put)
+            await serve(self._read_commands(), self._responses.put)
         except Exception:  # a defect; without an end the reader would wait for ever
             await self._responses.put(None)
             raise

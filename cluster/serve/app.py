@@ -32,8 +32,8 @@ from ..local.garbage import collections_paused
 from ..scaling.reports import worker_report
 from ..store.adapters import configured_adapters
 from ..store.store import ensure_tokenizer
-from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
-from .members import Continuity, Members, RouterInfo
+from .directory import DirectoryClient
+from .members import HEARTBEAT_SECONDS, Continuity, DirectoryWatcher, Members, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .status import WorkerStatuses, describe_routers, drain_workers
 from .storage.remote import RemoteStorage

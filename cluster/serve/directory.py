@@ -6,8 +6,7 @@ that have crashed workers, so that each router refuses them, and the adapters th
 unloaded while they run.
 
 `open_directory` runs a `Directory` as a named Ray actor, one for each service; `DirectoryClient`
-calls it. `DirectoryWatcher` merges changes, and does not mistake the empty directory after a
-restart for the loss of all workers.
+calls it.
 """
 
 import asyncio
@@ -22,72 +21,17 @@ from ...proto.errors import Unavailable
 from ...router.adapters import AdapterRegistry
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.storage.config import StorageConfig
-from .members import EXPIRY_SECONDS, NOTHING, Changes, Directory, RouterInfo
+from .members import EXPIRY_SECONDS, Changes, Directory, DirectoryWatcher, RouterInfo
 
 log = logging.getLogger(__name__)
 
 NAMESPACE: Final = "tandem"
-HEARTBEAT_SECONDS: Final = 1.0
 CALL_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.05
 """The time between two polls of a router.
 
 One answer contains all changes of this time, for instance if all members join at once.
 """
-
-
-class DirectoryWatcher:
-    """Merges the changes that a router receives into the list of workers that it may use."""
-
-    def __init__(self, expiry: float = EXPIRY_SECONDS) -> None:
-        self._expiry = expiry
-        self._current: dict[str, worker_pb2.WorkerInfo] = {}
-        self._carried: dict[str, worker_pb2.WorkerInfo] = {}
-        self._routers: dict[str, RouterInfo] = {}
-        self.version = NOTHING
-        # Loads that alone have changed: each with id, epoch and load.
-        self.loads: list[worker_pb2.WorkerInfo] = []
-        # True if the router may know blocked prompts or adapters that the directory does not know.
-        self.may_know_more = True
-
-    @property
-    def workers(self) -> list[worker_pb2.WorkerInfo]:
-        """Returns the workers after the last changes; a load that alone changed is in `loads`."""
-        return [*self._carried.values(), *self._current.values()]
-
-    @property
-    def routers(self) -> tuple[RouterInfo, ...]:
-        """Returns the routers after the last changes, sorted by id."""
-        return tuple(self._routers[router_id] for router_id in sorted(self._routers))
-
-    def apply(self, changes: Changes) -> bool:
-        """Merges changes; returns True if the list of workers or of routers has changed.
-
-        Keeps workers that only an earlier incarnation knew until this one is old enough to have
-        received their heartbeats.
-        """
-        num_carried = len(self._carried)
-        is_other = changes.version.incarnation != self.version.incarnation
-        if is_other:
-            self._carried |= self._current
-            self.may_know_more = True
-        if changes.is_whole:
-            self._current = {}
-            self._routers = {}
-        for member_id in changes.removed:
-            self._current.pop(member_id, None)
-            self._routers.pop(member_id, None)
-        parsed = map(worker_pb2.WorkerInfo.FromString, changes.workers)
-        self._current |= {info.worker_id: info for info in parsed}
-        self._routers |= {info.router_id: info for info in changes.routers}
-        self.loads = list(map(worker_pb2.WorkerInfo.FromString, changes.loads))
-        if changes.age >= self._expiry:
-            self._carried = {}
-        for worker_id in self._current.keys() & self._carried.keys():
-            del self._carried[worker_id]
-        has_changed = changes.is_whole or changes.version.members != self.version.members
-        self.version = changes.version
-        return has_changed or len(self._carried) != num_carried
 
 
 class DirectoryClient:

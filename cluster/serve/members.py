@@ -1,6 +1,8 @@
 """Lists the members of a service: the directory of its workers and routers, and a router's view.
 
 `Directory` is plain asyncio and knows nothing of Ray. Workers are sent as serialized `WorkerInfo`.
+`DirectoryWatcher` merges changes, and does not mistake the empty directory after a restart for the
+loss of all workers.
 A member that is silent for `expiry` seconds is dropped. Heartbeats fill a directory that has
 restarted.
 
@@ -26,6 +28,7 @@ from ...router.storage.config import StorageConfig
 from .storage.host import StorageHost
 
 EXPIRY_SECONDS: Final = 10.0
+HEARTBEAT_SECONDS: Final = 1.0
 LOAD_SECONDS: Final = 0.25  # from the start of a poll until loads alone end it
 
 _MAX_REMOVED: Final = 4_096
@@ -291,6 +294,60 @@ def _renewed(event: asyncio.Event) -> asyncio.Event:
     """Sets the event; returns a new one for the next waiters."""
     event.set()
     return asyncio.Event()
+
+
+class DirectoryWatcher:
+    """Merges the changes that a router receives into the list of workers that it may use."""
+
+    def __init__(self, expiry: float = EXPIRY_SECONDS) -> None:
+        self._expiry = expiry
+        self._current: dict[str, worker_pb2.WorkerInfo] = {}
+        self._carried: dict[str, worker_pb2.WorkerInfo] = {}
+        self._routers: dict[str, RouterInfo] = {}
+        self.version = NOTHING
+        # Loads that alone have changed: each with id, epoch and load.
+        self.loads: list[worker_pb2.WorkerInfo] = []
+        # True if the router may know blocked prompts or adapters that the directory does not know.
+        self.may_know_more = True
+
+    @property
+    def workers(self) -> list[worker_pb2.WorkerInfo]:
+        """Returns the workers after the last changes; a load that alone changed is in `loads`."""
+        return [*self._carried.values(), *self._current.values()]
+
+    @property
+    def routers(self) -> tuple[RouterInfo, ...]:
+        """Returns the routers after the last changes, sorted by id."""
+        return tuple(self._routers[router_id] for router_id in sorted(self._routers))
+
+    def apply(self, changes: Changes) -> bool:
+        """Merges changes; returns True if the list of workers or of routers has changed.
+
+        Keeps workers that only an earlier incarnation knew until this one is old enough to have
+        received their heartbeats.
+        """
+        num_carried = len(self._carried)
+        is_other = changes.version.incarnation != self.version.incarnation
+        if is_other:
+            self._carried |= self._current
+            self.may_know_more = True
+        if changes.is_whole:
+            self._current = {}
+            self._routers = {}
+        for member_id in changes.removed:
+            self._current.pop(member_id, None)
+            self._routers.pop(member_id, None)
+        parsed = map(worker_pb2.WorkerInfo.FromString, changes.workers)
+        self._current |= {info.worker_id: info for info in parsed}
+        self._routers |= {info.router_id: info for info in changes.routers}
+        self.loads = list(map(worker_pb2.WorkerInfo.FromString, changes.loads))
+        if changes.age >= self._expiry:
+            self._carried = {}
+        for worker_id in self._current.keys() & self._carried.keys():
+            del self._carried[worker_id]
+        has_changed = changes.is_whole or changes.version.members != self.version.members
+        self.version = changes.version
+        return has_changed or len(self._carried) != num_carried
 
 
 class Members:

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.serve import members
-from tandem.cluster.serve.directory import DirectoryWatcher
-from tandem.cluster.serve.members import NOTHING, Changes, Directory, RouterInfo, Version
+from tandem.cluster.serve.members import (
+    NOTHING,
+    Changes,
+    Directory,
+    DirectoryWatcher,
+    RouterInfo,
+    Version,
+)
 from tandem.proto import worker_pb2
 from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts

@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from typing import Final
 
-from tandem.cluster.serve.directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher
-from tandem.cluster.serve.members import RouterInfo
+from tandem.cluster.serve.directory import DirectoryClient
+from tandem.cluster.serve.members import HEARTBEAT_SECONDS, DirectoryWatcher, RouterInfo
 from tandem.proto import worker_pb2
 from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts

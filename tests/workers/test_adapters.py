@@ -23,7 +23,7 @@ from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.model.helpers import load, reference_greedy
 from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
 from tandem.workers.model.adapter_folder import read_adapter
-from tandem.workers.tp.adapters import adapter_loader
+from tandem.workers.tp.adapter_loader import adapter_loader
 
 PROMPT = [(7 * n) % 400 + 3 for n in range(70)]
 NUM_TOKENS = 12

@@ -29,6 +29,9 @@ _NUM_RECENT: Final = 32  # steps
 # Tokens of a step. A message about fewer tokens takes longer than their transfer.
 _LEAST_AHEAD: Final = 128
 
+LaunchedStep = tuple[StepPlan, Callable[[], Samples]]
+"""A step that is launched and not yet collected, with the function that collects it."""
+
 
 class Engine:
     """Runs sequences on an executor, step after step.
@@ -68,7 +71,8 @@ class Engine:
         self._clock = clock
         self._executor = executor
         # The step that is launched and not yet collected.
-        self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = None
+        self._in_flight: LaunchedStep | None = None
+        self._started = 0.0  # when the last step was launched
 
     def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
         """Queues a sequence; its queue time counts from `submitted` by the engine's clock, or now.
@@ -229,7 +233,16 @@ class Engine:
         """
         events: list[Event] = []
         emit = emit or events.extend
-        started = self._clock()
+        self.finish(self.launch(emit), emit)
+        return events
+
+    def launch(self, emit: Callable[[list[Event]], object]) -> LaunchedStep | None:
+        """Does the first part of `step`: schedules and launches a step, if there is work.
+
+        Returns the step that `finish` must get next, as soon as it has ended: the launched one or,
+        with overlap, the one before it.
+        """
+        self._started = self._clock()
         self._mask_seconds = 0.0
         plan, found = self.scheduler.schedule(self._times.cost())
         if (plan.saved or plan.saved_states) and any(
@@ -243,17 +256,20 @@ class Engine:
             launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
-        found = []
+        return launched
+
+    def finish(self, launched: LaunchedStep | None, emit: Callable[[list[Event]], object]) -> None:
+        """Does the second part of `step`: waits for the end of a step and applies its samples."""
+        found: list[Event] = []
         if launched is not None:
             plan, collect = launched
             found = update(self.requests, plan, collect())
-            self._measure(plan, self._clock() - started)
+            self._measure(plan, self._clock() - self._started)
         stored, evicted = self._take_changes()
         if stored or evicted:
             found.append(CacheChanged(stored=stored, evicted=evicted))
         if found:
             emit(found)
-        return events
 
     @property
     def prompt_token_seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,55 +13,26 @@ from ..engine.events import Event
 from .watchdog import Watchdog
 
 
-class EngineThread:
-    """Steps the engine whenever it has work, and otherwise waits on a condition.
+class EngineRunner(ABC):
+    """Runs commands on an engine between its steps, for the worker's event loop."""
 
-    `post(command)` runs commands in the thread between two steps, in order. If a step raises, the
-    thread ends, `failed(error)` runs in the event loop and `failure` holds the exception.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        failed: Callable[[BaseException], None],
-        progress: Watchdog,
-    ) -> None:
-        """Makes a thread that does not run yet; it marks `progress` at each command and step."""
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._progress = progress
-        self._failed = failed
         self._loop = asyncio.get_running_loop()
-        self._commands: deque[Callable[[Engine], object]] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.failure: BaseException | None = None
 
-    def start(self, deliver: Callable[[list[Event]], None]) -> None:
-        """Starts the thread.
-
-        `deliver(events)` runs in the event loop, in order, as soon as a step knows the events.
-        """
-        call_in_loop: Callable[..., object] = self._loop.call_soon_threadsafe
-        emit = partial(call_in_loop, deliver)
-        self._thread = threading.Thread(
-            target=self._run, args=(emit,), name="tandem-engine", daemon=True
-        )
-        self._thread.start()
-
+    @abstractmethod
     def post(self, command: Callable[[Engine], object]) -> None:
-        """Runs `command(engine)` in the engine's thread before its next step."""
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+        """Runs `command(engine)` before the engine's next step."""
+
+    @abstractmethod
+    def call_in_loop(self, callback: Callable[[], None]) -> None:
+        """Runs `callback` in the event loop; called by commands."""
 
     def expedite(self) -> None:
         """Raises the priority of the running step; see `Executor.expedite`."""
         self._engine.expedite()
-
-    def call_in_loop(self, callback: Callable[[], None]) -> None:
-        """Runs `callback` in the event loop; called from the engine's thread."""
-        self._loop.call_soon_threadsafe(callback)
 
     async def call(self, command: Callable[[Engine], None], timeout: float) -> None:
         """Runs `command` like `post` and waits for its end, up to `timeout` seconds.
@@ -96,6 +68,50 @@ class EngineThread:
         same errors as `call`.
         """
         await self.call(lambda engine: None, timeout)
+
+
+class EngineThread(EngineRunner):
+    """Steps the engine whenever it has work, and otherwise waits on a condition.
+
+    `post(command)` runs commands in the thread between two steps, in order. If a step raises, the
+    thread ends, `failed(error)` runs in the event loop and `failure` holds the exception.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        failed: Callable[[BaseException], None],
+        progress: Watchdog,
+    ) -> None:
+        """Makes a thread that does not run yet; it marks `progress` at each command and step."""
+        super().__init__(engine)
+        self._progress = progress
+        self._failed = failed
+        self._commands: deque[Callable[[Engine], object]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+
+    def start(self, deliver: Callable[[list[Event]], None]) -> None:
+        """Starts the thread.
+
+        `deliver(events)` runs in the event loop, in order, as soon as a step knows the events.
+        """
+        call_in_loop: Callable[..., object] = self._loop.call_soon_threadsafe
+        emit = partial(call_in_loop, deliver)
+        self._thread = threading.Thread(
+            target=self._run, args=(emit,), name="tandem-engine", daemon=True
+        )
+        self._thread.start()
+
+    def post(self, command: Callable[[Engine], object]) -> None:
+        """Runs `command(engine)` in the engine's thread before its next step."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def call_in_loop(self, callback: Callable[[], None]) -> None:
+        """Runs `callback` in the event loop; called from the engine's thread."""
+        self._loop.call_soon_threadsafe(callback)
 
     async def stop(self, timeout: float) -> None:
         """Ends the thread after its current step; raises TimeoutError if that takes too long."""

@@ -24,10 +24,9 @@ from ..engine.resume import LeasedPrefix
 from ..engine.sequence import SequenceSpec
 from ..kv_cache.tables import SequenceKv
 from ..tp.kv_group import KvGroup
-from ..transfer.frames import TransferError
-from ..transfer.shard_stream import FetchTarget
+from ..transfer.frames import FetchTarget, TransferError
 from .disk_tier import DiskTier
-from .engine_thread import EngineThread
+from .engine_thread import EngineRunner
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class PrefixLender:
 
     def __init__(
         self,
-        thread: EngineThread,
+        thread: EngineRunner,
         kv: KvGroup,
         kv_handle: Callable[[int], worker_pb2.KvHandle],
         block_size: int,

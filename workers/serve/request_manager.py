@@ -37,10 +37,9 @@ from ..engine.sequence import Task
 from ..kv_cache.tables import SequenceKv
 from ..tp.adapters import AdapterCache
 from ..tp.kv_group import KvGroup
-from ..transfer.frames import TransferError
-from ..transfer.shard_stream import FetchResult, FetchTarget
+from ..transfer.frames import FetchResult, FetchTarget, TransferError
 from .cache_reports import CacheReports
-from .engine_thread import EngineThread
+from .engine_thread import EngineRunner
 from .grammars import GrammarCompiler
 from .prefix_transfer import PrefixImporter
 from .session import RouterSession, WorkerRequest
@@ -63,7 +62,7 @@ Reading the load of 64 sequences takes 9 us, as long as queueing seven tokens.
 class RequestManager:
     """Holds the sessions of routers and the requests that have not ended."""
 
-    thread: EngineThread
+    thread: EngineRunner
     kv: KvGroup
     limits: WorkerLimits
     grammars: GrammarCompiler

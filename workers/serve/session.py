@@ -11,7 +11,7 @@ from ...proto.limits import MAX_INTERNAL_MESSAGE_BYTES
 from ..engine.events import NewTokens
 from ..engine.plan import SampledLogprobs
 from ..engine.sequence import FinishReason, SequenceSpec
-from ..transfer.shard_stream import FetchResult
+from ..transfer.frames import FetchResult
 
 RequestKey = tuple[str, int]  # request id, attempt
 

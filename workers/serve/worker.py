@@ -8,7 +8,7 @@ gRPC methods only delegate to them.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Full
@@ -22,7 +22,6 @@ from ...proto.channel import PeerServer
 from ...proto.errors import Unavailable
 from ...proto.metrics import NULL_METRICS, UNBALANCED, Metrics
 from ...proto.shared_result import SharedResult
-from ..engine.block_pool import BlockState
 from ..engine.config import Budgets
 from ..engine.engine import Engine
 from ..host.malloc import keep_freed_memory
@@ -38,6 +37,7 @@ from ..transfer.sender import FrameHook, KvSender
 from .disk_tier import DiskTier, reports_of
 from .engine_thread import EngineThread
 from .grammars import GrammarCompiler
+from .load import LoadReader
 from .prefix_transfer import PrefixImporter, PrefixLender
 from .request_manager import RequestManager
 from .stats import WorkerStats
@@ -101,6 +101,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._disk = disk
         watched = WatchedExecutor(rank.executor, self._progress)
         self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
+        self._loads = LoadReader(self._engine, rank.num_blocks, rank.num_states)
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, self._fail, self._progress)
         self._canary = Canary(self._thread.post, self._thread.call_in_loop, self._fail)
@@ -125,7 +126,6 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             on_gpu=config.rank.device == "cuda",
         )
         self._integrity = SharedResult(self._check_integrity, share=_CHECK_SHARE)
-        self._last_load = worker_pb2.WorkerLoad()
         self._failure: BaseException | None = None
         self._server = PeerServer(config.rank.identity)
 
@@ -312,35 +312,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 self._metrics.set(UNBALANCED, not await self._integrity.get())
 
     def load(self) -> worker_pb2.WorkerLoad:
-        """Returns a snapshot of the load for placement.
-
-        Reads each counter of the engine's thread once. The engine may move blocks between two
-        reads, so the number of free blocks is computed from the other counts.
-        """
-        requests = self._engine.requests
-        total = self._rank.num_blocks
-        blocks = _counts(self._engine.blocks(), total)
-        states = self.states()
-        load = worker_pb2.WorkerLoad(
-            version=self._last_load.version,
-            num_waiting=len(requests.waiting),
-            num_running=requests.num_holding,
-            waiting_tokens=requests.waiting_tokens,
-            total_blocks=total,
-            step_seconds=self._engine.step_seconds,
-            prompt_token_seconds=self._engine.prompt_token_seconds,
-            draining=self._requests.is_leaving,
-            held_states=sum(states[status] for status in ("owned", "leased", "reserved")),
-            **{f"{state}_blocks": count for state, count in blocks.items()},
-        )
-        if load != self._last_load:
-            load.version += 1
-            self._last_load = load
-        return load
+        """Returns a snapshot of the load for placement."""
+        return self._loads.read(draining=self._requests.is_leaving)
 
     def states(self) -> dict[str, int]:
         """Returns the number of states by their status, as `load` returns those of blocks."""
-        return _counts(self._engine.states(), self._rank.num_states)
+        return self._loads.states()
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Returns this worker's entry in the directory."""
@@ -483,11 +460,3 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.failed.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
         self._requests.fail_all(failed=True)
-
-
-def _counts(found: Mapping[BlockState, int], total: int) -> dict[str, int]:
-    """Returns the numbers of a pool by state, with so many free that all add up to `total`."""
-    counts = {state.value: count for state, count in found.items()}
-    free = BlockState.FREE.value
-    counts[free] = max(total - sum(counts.values()) + counts[free], 0)
-    return counts

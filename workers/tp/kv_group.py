@@ -6,16 +6,68 @@ ranks use the same class without clients and obey rank 0's commands.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 from ...proto import worker_pb2
-from ...proto.channel import PeerChannel
 from ..engine.plan import FirstTokens
 from ..kv_cache.tables import SequenceKv, TableBlocks
-from ..transfer.endpoint import KvEndpoint
-from ..transfer.receiver import merge
-from ..transfer.shard_stream import FetchResult, FetchTarget
+from ..transfer.frames import FetchResult, FetchTarget, merge
 from .rank_client import RankClient, RankLost
+
+
+class Offers(Protocol):
+    """Offers the KV cache of one rank, as `KvSender` does."""
+
+    @property
+    def num_offers(self) -> int: ...
+
+    @property
+    def num_streams(self) -> int: ...
+
+    def offer(
+        self,
+        sequence_id: int,
+        transfer_id: bytes,
+        place: SequenceKv,
+        num_tokens: int,
+        prefix_hash: bytes,
+    ) -> None: ...
+
+    def progress(
+        self, sequence_id: int, num_ready: int, num_ahead: int = 0, num_layers: int = 0
+    ) -> None: ...
+
+    def complete(self, sequence_id: int, first_tokens: FirstTokens) -> None: ...
+
+    def withdraw(self, sequence_id: int) -> None: ...
+
+
+class Fetches(Protocol):
+    """Fetches the KV cache of one rank, as `KvReceiver` does."""
+
+    @property
+    def num_closing(self) -> int: ...
+
+    def fetch(
+        self, handle: worker_pb2.KvHandle, prefix_hash: bytes, target: asyncio.Future[FetchTarget]
+    ) -> AbstractAsyncContextManager[FetchResult]: ...
+
+
+class Endpoint(Protocol):
+    """Combines both sides of one rank's transfers, as `KvEndpoint` does."""
+
+    @property
+    def sender(self) -> Offers: ...
+
+    @property
+    def receiver(self) -> Fetches: ...
+
+    def channel(self, address: str) -> Any:
+        """Returns a channel for the stub of another worker."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class KvGroup:
@@ -24,7 +76,7 @@ class KvGroup:
     If a client is lost, the worker is lost; nothing here recovers from it.
     """
 
-    def __init__(self, endpoint: KvEndpoint, clients: Sequence[RankClient] = ()) -> None:
+    def __init__(self, endpoint: Endpoint, clients: Sequence[RankClient] = ()) -> None:
         """Uses `endpoint` for this rank's part; `clients` are the ranks that rank 0 commands."""
         self._endpoint = endpoint
         self._clients = clients
@@ -133,9 +185,9 @@ class KvGroup:
             self._commanded.add(sequence_id)
         return [client.ask(sequence_id, read_disk=blocks) for client in self._clients]
 
-    def channel(self, address: str) -> PeerChannel:
+    def channel(self, address: str) -> Any:
         """Returns the channel to another worker, as `PeerChannels.get` does."""
-        return self._endpoint.receiver.connections.channel(address)
+        return self._endpoint.channel(address)
 
     def set_target(self, sequence_id: int, target: FetchTarget) -> None:
         """Sets the target of a fetch."""

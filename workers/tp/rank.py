@@ -33,7 +33,8 @@ from ..model.loader import LoadedModel, load_model, open_checkpoint
 from ..model.runner import ModelRunner
 from ..model.warmup import StepLimits
 from ..transfer.connector import TransferContext
-from .adapters import LoadOnRank, adapter_loader
+from .adapter_loader import adapter_loader
+from .adapters import LoadOnRank
 from .draft_model import DraftingExecutor
 from .memory import CacheSize, CudaMemory, explain_out_of_memory, gpu_blocks, host_counts
 from .nice_executor import NiceExecutor, usual_niceness

@@ -22,8 +22,8 @@ from ..host.threads import in_thread, settle
 from ..kv_cache.store import KvStore
 from ..model.device import enter_device
 from ..transfer.endpoint import KvEndpoint
+from ..transfer.frames import FetchResult, FetchTarget
 from ..transfer.sender import KvSender
-from ..transfer.shard_stream import FetchResult, FetchTarget
 from .kv_group import KvGroup, place_of
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank

@@ -38,6 +38,10 @@ class KvEndpoint:
         add_bytes_method(server, PULL_METHOD, _answering(self.sender.serve))
         add_bytes_method(server, CONNECT_METHOD, _answering(self.sender.connections.serve))
 
+    def channel(self, address: str) -> PeerChannel:
+        """Returns the channel to another worker, as `PeerChannels.get` does."""
+        return self._channels.get(address)
+
     def disconnect(self) -> None:
         """Ends the connections from other ranks, so that the server can stop; they reconnect."""
         self.sender.connections.disconnect()

@@ -14,21 +14,22 @@ identifies the connection.
 
 Every frame names the transfer id and the epoch of the worker that holds the cache, so a reused
 number or a restarted worker is never mistaken for another. This module only knows the form of
-frames.
+frames, and of the target and the result of a fetch.
 """
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, get_args
 
 import msgpack
 from crc32c import crc32c
 
-from ...proto import limits
+from ...proto import limits, worker_pb2
 from ..engine.plan import FirstTokens
-from ..kv_cache.layout import KvSpan
+from ..kv_cache.layout import CacheGroup, KvSpan
+from ..kv_cache.tables import SequenceKv, TableSpec, spec_of
 
 PULL_METHOD: Final = "/tandem.v1.KvTransfer/Pull"
 CONNECT_METHOD: Final = "/tandem.v1.KvTransfer/Connect"
@@ -55,6 +56,44 @@ class TransferError(Exception):
 
 class TransportError(TransferError):
     """Reports that the transport failed, not the cache: another transport may still succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchTarget:
+    """Holds the target of a fetch."""
+
+    place: SequenceKv
+    # Tokens of the prompt, counted from the first, of which the prefix cache holds everything.
+    num_cached: int = 0
+
+    def first_token(self, tables: Sequence[TableSpec], group: CacheGroup, num_tokens: int) -> int:
+        """Returns the first token of a group that is fetched for a sequence of `num_tokens`.
+
+        The next token's query sees its own token and the `window - 1` tokens before it.
+        """
+        if group.part.state:
+            return 0
+        window = spec_of(tables, group).window
+        if window is None:
+            return self.num_cached
+        return max(self.num_cached, num_tokens - window + 1)
+
+
+FetchResult = tuple[FirstTokens, worker_pb2.KvReceived]
+"""The verified result of a stream or of a whole fetch. The active seconds last from the sender's
+read to the receiver's write, without waits for the prefill. The transport of a stream without KV is
+empty.
+"""
+
+
+def merge(parts: Sequence[worker_pb2.KvReceived]) -> worker_pb2.KvReceived:
+    """Sums up the transfers of several streams or ranks."""
+    transports = {name for part in parts for name in part.transport.split("+")}
+    return worker_pb2.KvReceived(
+        transfer_bytes=sum(part.transfer_bytes for part in parts),
+        transfer_active_seconds=max(part.transfer_active_seconds for part in parts),
+        transport="+".join(sorted(transports - {""})),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

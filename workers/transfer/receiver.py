@@ -16,8 +16,8 @@ from ...proto.channel import PeerChannel
 from ..kv_cache.reshard import Piece, plan_layout
 from .connections import ReceiverConnections
 from .connector import TransferContext
-from .frames import TransferError
-from .shard_stream import FetchResult, FetchTarget, ShardStream
+from .frames import FetchResult, FetchTarget, TransferError, merge
+from .shard_stream import ShardStream
 
 # Describes a stream to rank 0 that only pins the cache and, at the end, acknowledges it.
 _PIN: Final = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
@@ -153,13 +153,3 @@ def _merge(results: Sequence[FetchResult | BaseException]) -> FetchResult:
     if len({first_tokens for first_tokens, _ in parts}) > 1:
         raise TransferError("KV cache of another prompt")
     return parts[0][0], merge([received for _, received in parts])
-
-
-def merge(parts: Sequence[worker_pb2.KvReceived]) -> worker_pb2.KvReceived:
-    """Sums up the transfers of several streams or ranks."""
-    transports = {name for part in parts for name in part.transport.split("+")}
-    return worker_pb2.KvReceived(
-        transfer_bytes=sum(part.transfer_bytes for part in parts),
-        transfer_active_seconds=max(part.transfer_active_seconds for part in parts),
-        transport="+".join(sorted(transports - {""})),
-    )

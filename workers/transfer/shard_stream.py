@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import grpc.aio
@@ -12,9 +11,9 @@ import numpy as np
 from ...proto import worker_pb2
 from ...proto.metrics import KV_FAILURES
 from ..engine.plan import FirstTokens
-from ..kv_cache.layout import CacheGroup, KvSpan
+from ..kv_cache.layout import KvSpan
 from ..kv_cache.reshard import Piece
-from ..kv_cache.tables import SequenceKv, TableBlocks, TableSpec, spec_of
+from ..kv_cache.tables import TableBlocks, spec_of
 from .connections import Connection, KvCall, ReceiverConnections
 from .connector import DeviceKvStore, GrpcConnector, KvConnector, TransferContext
 from .frames import (
@@ -25,6 +24,8 @@ from .frames import (
     BlockTable,
     Commit,
     Data,
+    FetchResult,
+    FetchTarget,
     Message,
     Open,
     Pull,
@@ -39,34 +40,6 @@ if TYPE_CHECKING:
     from ..host.streams import DeviceData
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchTarget:
-    """Holds the target of a fetch."""
-
-    place: SequenceKv
-    # Tokens of the prompt, counted from the first, of which the prefix cache holds everything.
-    num_cached: int = 0
-
-    def first_token(self, tables: Sequence[TableSpec], group: CacheGroup, num_tokens: int) -> int:
-        """Returns the first token of a group that is fetched for a sequence of `num_tokens`.
-
-        The next token's query sees its own token and the `window - 1` tokens before it.
-        """
-        if group.part.state:
-            return 0
-        window = spec_of(tables, group).window
-        if window is None:
-            return self.num_cached
-        return max(self.num_cached, num_tokens - window + 1)
-
-
-FetchResult = tuple[FirstTokens, worker_pb2.KvReceived]
-"""The verified result of a stream or of a whole fetch. The active seconds last from the sender's
-read to the receiver's write, without waits for the prefill. The transport of a stream without KV is
-empty.
-"""
 
 
 class ShardWriter:

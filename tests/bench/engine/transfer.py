@@ -34,9 +34,8 @@ from tandem.workers.model.device import enter_device
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.endpoint import KvEndpoint, add_bytes_method
-from tandem.workers.transfer.frames import FRAME_BYTES
+from tandem.workers.transfer.frames import FRAME_BYTES, FetchTarget
 from tandem.workers.transfer.sender import KvSender
-from tandem.workers.transfer.shard_stream import FetchTarget
 
 LAYOUT: Final = KvLayout.uniform(
     num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, dtype="bfloat16", model="bench"

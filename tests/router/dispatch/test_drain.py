@@ -18,7 +18,7 @@ from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.serve.request_manager import RequestManager
 from tandem.workers.serve.session import WorkerRequest
 from tandem.workers.serve.worker import Worker
-from tandem.workers.transfer.shard_stream import FetchResult
+from tandem.workers.transfer.frames import FetchResult
 
 
 @pytest.fixture

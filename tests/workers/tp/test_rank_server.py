@@ -14,7 +14,7 @@ from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.workers.tp.kv_group import KvGroup
 from tandem.workers.tp.rank_server import LaunchedPlans, RankServer
-from tandem.workers.transfer.shard_stream import FetchTarget
+from tandem.workers.transfer.frames import FetchTarget
 
 PROMPT = [(17 * i) % 400 + 3 for i in range(40)]
 

@@ -204,8 +204,9 @@ async def test_a_handle_that_one_rank_could_not_fetch_serves_another_group(
         (admitted,) = await source.until(lambda output: output.HasField("admitted"))
         for rank in fleet.ranks[prefill - 1 : prefill]:  # rank 1 of the first decode worker
             assert rank._kv is not None
-            rank._kv._endpoint._channels._channels[admitted.admitted.kv.endpoints[-1]] = (
-                peer_channel("127.0.0.1:1")
+            endpoint: Any = rank._kv._endpoint
+            endpoint._channels._channels[admitted.admitted.kv.endpoints[-1]] = peer_channel(
+                "127.0.0.1:1"
             )
         await first.send(submit(task=worker_pb2.TASK_DECODE, kv=admitted.admitted.kv, **fields))
         assert (await first.failure()).kind == worker_pb2.FAILURE_KIND_TRANSFER

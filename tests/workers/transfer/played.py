@@ -16,13 +16,13 @@ from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import (
     CONNECT_METHOD,
+    FetchTarget,
     Message,
     TransferError,
     TransferKey,
     decode,
 )
 from tandem.workers.transfer.sender import FrameHook, KvSender
-from tandem.workers.transfer.shard_stream import FetchTarget
 
 LAYOUT = KvLayout.uniform(
     num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake"

@@ -20,6 +20,8 @@ from tandem.workers.transfer.frames import (
     Ack,
     Commit,
     Data,
+    FetchResult,
+    FetchTarget,
     Message,
     Open,
     Pull,
@@ -29,7 +31,6 @@ from tandem.workers.transfer.frames import (
     encode,
 )
 from tandem.workers.transfer.receiver import KvReceiver
-from tandem.workers.transfer.shard_stream import FetchResult, FetchTarget
 
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=1)
 PAYLOAD = bytes(range(128)) * 3

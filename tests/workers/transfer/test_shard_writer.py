@@ -18,9 +18,9 @@ from tandem.workers.kv_cache.reshard import Piece
 from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer.connector import TransferContext
-from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
+from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, FetchTarget, TransferError
 from tandem.workers.transfer.sender import plan_frames
-from tandem.workers.transfer.shard_stream import FetchTarget, ShardWriter
+from tandem.workers.transfer.shard_stream import ShardWriter
 
 LAYOUT = KvLayout.uniform(
     num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake"

@@ -41,6 +41,7 @@ from tandem.workers.transfer.frames import (
     BlockTable,
     Commit,
     Data,
+    FetchTarget,
     TransferError,
     TransferKey,
     decode,
@@ -49,7 +50,6 @@ from tandem.workers.transfer.frames import (
 from tandem.workers.transfer.leases import LeaseTable
 from tandem.workers.transfer.receiver import KvReceiver
 from tandem.workers.transfer.sender import FrameHook
-from tandem.workers.transfer.shard_stream import FetchTarget
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(

@@ -22,10 +22,9 @@ from tandem.workers.kv_cache.sharding import kv_heads
 from tandem.workers.kv_cache.store import Completed, KvRead, slots_of
 from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks, plan_tables
 from tandem.workers.transfer.connector import TransferContext
-from tandem.workers.transfer.frames import TransferError, TransferKey
+from tandem.workers.transfer.frames import FetchTarget, TransferError, TransferKey
 from tandem.workers.transfer.receiver import KvReceiver
 from tandem.workers.transfer.sender import KvSender
-from tandem.workers.transfer.shard_stream import FetchTarget
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -31,10 +31,9 @@ from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks, plan_tables,
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.transfer import nixl_agent
 from tandem.workers.transfer.connector import KvConnector, TransferContext
-from tandem.workers.transfer.frames import Ack, Open, Pull, TransferError, TransferKey
+from tandem.workers.transfer.frames import Ack, FetchTarget, Open, Pull, TransferError, TransferKey
 from tandem.workers.transfer.receiver import KvReceiver
 from tandem.workers.transfer.sender import KvSender
-from tandem.workers.transfer.shard_stream import FetchTarget
 
 Bytes = npt.NDArray[np.uint8]
 
