@@ -160,12 +160,18 @@ ARROWS: dict[str, set[str]] = {
         "cluster.service_url": ("cluster.serve", "router.client"),
         "cluster.eval": ("cluster.text_files", "router.client"),
         "cluster.bench": ("cluster: tables text_files traces", "router.client"),
-        "cluster.sim": ("workers: engine",),
+        "cluster.sim": (
+            "cluster: bench local.session scaling scaling.config serve.members traces",
+            "router: dispatch request scheduling",
+            "workers: engine kv_cache serve tp transfer",
+        ),
+        "cluster.local.session": (),
         "cluster.local": (
-            "cluster: config eval settings store tables text_files",
+            "cluster: config eval local.session settings store tables text_files",
             "router: *",
             "workers: *",
         ),
+        "cluster.serve.members": ("cluster.serve.storage", "router: adapters dispatch storage"),
         "cluster.serve.telemetry": (
             "cluster.traces",
             "router: api api.server dispatch scheduling slo telemetry",
@@ -175,8 +181,8 @@ ARROWS: dict[str, set[str]] = {
             "router: api api.batches auth storage telemetry",
         ),
         "cluster.serve": (
-            "cluster: certificate config local nodes scaling scaling.config serve.storage",
-            "cluster: serve.telemetry store text_files",
+            "cluster: certificate config local nodes scaling scaling.config serve.members",
+            "cluster: serve.storage serve.telemetry store text_files",
             "router: *",
             "workers: *",
         ),

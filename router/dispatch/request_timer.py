@@ -66,7 +66,8 @@ class RequestTimer:
         """Stamps the dispatch of an attempt; `kind` is the label of a recovery in RECOVERIES."""
         if self._was_interrupted:
             self._metrics.add(RECOVERIES, kind=kind)
-        self._dispatched = self._dispatched or self._clock()
+        if self._dispatched is None:
+            self._dispatched = self._clock()
         self._timeline.attempts = attempt
         self._timeline.prefill_worker = placement.prefill or placement.decode
         self._timeline.decode_worker = placement.decode
@@ -136,7 +137,7 @@ class RequestTimer:
         self.stamp()
         timeline = self._timeline
         end = self._last if self._num_tokens else self._clock()
-        dispatched = self._dispatched or end
+        dispatched = end if self._dispatched is None else self._dispatched
         first = self._first or end
         received = min(self._kv_received or first, end)
         # A wait for blocks on the decode worker after the first token is queueing.

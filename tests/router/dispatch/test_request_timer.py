@@ -6,24 +6,14 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.metrics import INTERRUPTIONS, ITL, RECOVERIES, Metric, Metrics
-from tandem.router.dispatch import request_timer
 from tandem.router.dispatch.causes import Cause
-from tandem.router.dispatch.request_timer import RequestTimer
+from tandem.router.dispatch.request_timer import MAX_INTERRUPTIONS, RequestTimer
 from tandem.router.scheduling.policy import Placement
 from tandem.router.telemetry.requests import PARTS
+from tandem.tests.router.pools import Clock
 from tandem.tests.token_request import token_request
 
 OBSERVED = list[tuple[Metric, float, int]]
-
-
-class Clock:
-    """Time that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Recorder(Metrics):
@@ -45,38 +35,35 @@ class TimedRequest:
 
     def __init__(self, num_choices: int = 1) -> None:
         self.clock = Clock()
+        self.clock.now = 100.0
         self.recorder = Recorder()
         self.timeline = inference_pb2.Timeline()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(request_timer, "time", self.clock)
-            request = token_request(range(50), arrived=100.0, num_choices=num_choices)
-            self.timer = RequestTimer(request, self.timeline, self.recorder)
+        request = token_request(range(50), arrived=100.0, num_choices=num_choices)
+        self.timer = RequestTimer(request, self.timeline, self.recorder, self.clock)
 
     def at(self, now: float, event: str) -> None:
         self.clock.now = now
         output = worker_pb2.Output()
         decode = event.startswith("decode ")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(request_timer, "time", self.clock)
-            match event.removeprefix("decode "):
-                case "dispatched":
-                    self.timer.dispatched(Placement(prefill="p", decode="d"), 1)
-                    return
-                case "stop":
-                    self.timer.stop()
-                    return
-                case "admitted":
-                    output.admitted.queue_seconds = 0.25
-                    output.admitted.restore_seconds = 0.125
-                case "received":
-                    output.kv_received.transfer_bytes = 1000
-                case "token":
-                    output.tokens.prefill_seconds = 0.0 if decode else 0.5
-                    self.timer.observe(output, decode=decode)
-                    self.timer.tokens(1)
-                    self.timer.stamp()
-                    return
-            self.timer.observe(output, decode=decode)
+        match event.removeprefix("decode "):
+            case "dispatched":
+                self.timer.dispatched(Placement(prefill="p", decode="d"), 1)
+                return
+            case "stop":
+                self.timer.stop()
+                return
+            case "admitted":
+                output.admitted.queue_seconds = 0.25
+                output.admitted.restore_seconds = 0.125
+            case "received":
+                output.kv_received.transfer_bytes = 1000
+            case "token":
+                output.tokens.prefill_seconds = 0.0 if decode else 0.5
+                self.timer.observe(output, decode=decode)
+                self.timer.tokens(1)
+                self.timer.stamp()
+                return
+        self.timer.observe(output, decode=decode)
 
     def parts(self) -> list[float]:
         return [getattr(self.timeline, f"{part}_seconds") for part in PARTS]
@@ -119,11 +106,9 @@ def test_the_time_of_a_token_is_that_of_a_step_of_all_choices() -> None:
 def test_what_has_interrupted_it_is_told_at_once_and_bounded() -> None:
     timed = TimedRequest()
     timed.clock.now = 102.0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_timer, "time", timed.clock)
-        for _ in range(request_timer.MAX_INTERRUPTIONS + 1):
-            timed.timer.interrupted("crash", "d1")
-    assert len(timed.timeline.interruptions) == request_timer.MAX_INTERRUPTIONS
+    for _ in range(MAX_INTERRUPTIONS + 1):
+        timed.timer.interrupted("crash", "d1")
+    assert len(timed.timeline.interruptions) == MAX_INTERRUPTIONS
     first = timed.timeline.interruptions[0]
     assert (first.cause, first.worker, first.at_seconds) == ("crash", "d1", 2.0)
 
@@ -148,10 +133,8 @@ def gaps(timed: TimedRequest, *tokens: tuple[float, int, int]) -> OBSERVED:
     """What is observed when (seconds, choice, count) tokens come and the request ends."""
     for after, choice, count in tokens:
         timed.clock.now = 100 + after
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(request_timer, "time", timed.clock)
-            timed.timer.tokens(count, choice)
-            timed.timer.stamp()
+        timed.timer.tokens(count, choice)
+        timed.timer.stamp()
     timed.at(200.0, "stop")
     return timed.recorder.observed
 
@@ -179,11 +162,9 @@ def test_tokens_that_are_stamped_together_are_at_equal_distances() -> None:
     timed = TimedRequest(2)
     for after, choices in ((1.0, (0, 1)), (2.0, (0, 1, 0, 0, 0)), (3.0, (1,))):
         timed.clock.now = 100 + after
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(request_timer, "time", timed.clock)
-            for choice in choices:
-                timed.timer.tokens(1, choice)
-            timed.timer.stamp()
+        for choice in choices:
+            timed.timer.tokens(1, choice)
+        timed.timer.stamp()
     timed.at(200.0, "stop")
     assert timed.recorder.observed == [(ITL, 0.25, 4), (ITL, 1.0, 2)]
     assert timed.timeline.completion_tokens == 8

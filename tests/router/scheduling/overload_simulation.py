@@ -7,11 +7,10 @@ reads the wall clock.
 
 import asyncio
 import random
-import selectors
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Overloaded
@@ -27,37 +26,6 @@ DELAY_SECONDS: Final = 0.005  # how old a worker's report, or a submit to it, is
 
 NEWEST_WEIGHT: Final = 0.1  # of a step in the moving means that a worker reports
 LEAST_AHEAD: Final = 512  # prompt tokens that a worker gets, however slow it is
-
-T = TypeVar("T")
-
-
-class _IdleSelector(selectors.SelectSelector):
-    """Returns from a wait at once, as if its timeout had passed."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("nothing happens any more")
-        self.now += max(timeout, 0.0)
-        return []
-
-
-class SimulatedTimeLoop(asyncio.SelectorEventLoop):
-    """Runs an event loop whose time passes only when nothing is ready to run."""
-
-    def __init__(self) -> None:
-        self._idle = _IdleSelector()
-        super().__init__(self._idle)
-
-    def time(self) -> float:
-        return self._idle.now
-
-
-def run_simulated(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` to its end in simulated time."""
-    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
-        return runner.run(main)
 
 
 @dataclass(frozen=True, kw_only=True)

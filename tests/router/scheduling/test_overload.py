@@ -10,12 +10,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tandem.cluster.sim.loop import run_simulated
 from tandem.tests.examples import num_examples
 from tandem.tests.router.scheduling.overload_simulation import (
     LEAST_AHEAD,
     Pool,
     SimulatedService,
-    run_simulated,
 )
 
 LEAST_SHARE = 0.9

@@ -1,0 +1,95 @@
+"""Holds the results of a simulation: the requests, and the use of the workers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...proto import inference_pb2
+from ..bench.metrics import RequestRecord, Summary, summarize
+from .service import Role
+
+
+@dataclass(eq=False, kw_only=True)
+class WorkerUsage:
+    """Measures the use of one worker from its start to its end."""
+
+    worker_id: str
+    role: Role
+    started: float
+    num_blocks: int
+    ended: float | None = None  # None: it runs until the end of the simulation
+    busy_seconds: float = 0.0  # of its steps
+    num_steps: int = 0
+    num_tokens: int = 0  # computed by its steps
+    peak_blocks: int = 0  # the most that sequences, leases and reservations held
+
+    def count_steps(self, num_steps: int, seconds: float, num_tokens: int) -> None:
+        """Counts steps, with their seconds and tokens."""
+        self.busy_seconds += seconds
+        self.num_steps += num_steps
+        self.num_tokens += num_tokens
+
+    def count_blocks(self, num_held: int) -> None:
+        """Counts the blocks that are held after a step."""
+        self.peak_blocks = max(self.peak_blocks, num_held)
+
+    @property
+    def peak_kv(self) -> float:
+        """Returns the peak of the held blocks as a share of all blocks."""
+        return self.peak_blocks / self.num_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRequest:
+    """Holds the times of one request, as its client and its trailers would report them."""
+
+    record: RequestRecord
+    # Of its arrival at the router to its end; as in the trailers of a real request.
+    timeline: inference_pb2.Timeline
+    tenant: str = ""
+
+    @property
+    def prefill_start(self) -> float:
+        """Returns the time at which a worker began with the prompt."""
+        timeline = self.timeline
+        return (
+            self.record.started
+            + timeline.ttft_seconds
+            - timeline.prefill_seconds
+            - timeline.restore_seconds
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationResult:
+    """Holds the outcome of one simulation. Times are virtual seconds from its start."""
+
+    requests: Sequence[SimulatedRequest]  # in the order of the trace
+    workers: Sequence[WorkerUsage]  # in the order of their starts
+    seconds: float  # from the first request to the last token
+    router_busy_share: float  # of the busiest router
+    # Seconds that requests waited in the routers, by the pool that had no room for the next one.
+    queue_seconds: Mapping[str, float]
+    # The sizes of the pools: (time, number of ready workers) at each change.
+    sizes: Mapping[Role, Sequence[tuple[float, int]]] = field(default_factory=dict)
+
+    def summary(self, slo: Mapping[str, float] | None = None) -> Summary:
+        """Returns the metrics of `tandem bench`; `slo`: limits in ms, see `summarize`."""
+        return summarize([each.record for each in self.requests], slo or {})
+
+    def busy_share(self, role: Role) -> float:
+        """Returns the share of their time that the workers of a role spent in steps."""
+        workers = [each for each in self.workers if each.role == role]
+        alive = sum((each.ended or self.seconds) - each.started for each in workers)
+        return sum(each.busy_seconds for each in workers) / alive if alive > 0 else 0.0
+
+    def peak_kv(self, role: Role) -> float:
+        """Returns the largest share of its blocks that a worker of a role has held."""
+        return max((each.peak_kv for each in self.workers if each.role == role), default=0.0)
+
+    def wait_seconds(self) -> dict[str, float]:
+        """Returns the mean seconds of a request by the stage in which it waited or worked."""
+        count = max(len(self.requests), 1)
+        return {
+            stage: sum(getattr(each.timeline, f"{stage}_seconds") for each in self.requests) / count
+            for stage in ("queue", "dispatch", "prefill", "kv_transfer", "decode")
+        }

@@ -1,0 +1,71 @@
+"""Describes a service to simulate, and what happens to it besides requests."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...workers.engine.config import Budgets
+from ..scaling.config import ScalingConfig
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedPool:
+    """Describes the workers of one role."""
+
+    workers: int
+    num_blocks: int  # of KV cache, on each worker
+    budgets: Budgets = field(default_factory=Budgets)
+    overlap: bool = False  # schedule a step while the last one runs, as on GPUs
+    # None: the number of workers is fixed. Otherwise `workers` is the minimum.
+    scaling: ScalingConfig | None = None
+    start_seconds: float = 30.0  # until a new worker is ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Kills a worker at a time; it comes back after `restart_seconds`, or never for None."""
+
+    time: float
+    role: Role
+    number: int = 0  # of the worker among those of its role that run at that time
+    restart_seconds: float | None = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resize:
+    """Sets the number of workers of a role at a time, as an operator does."""
+
+    time: float
+    role: Role
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedService:
+    """Describes a service: its pools, its model's KV cache, and the bounds of its routers."""
+
+    decode: SimulatedPool
+    prefill: SimulatedPool | None = None  # None: decode workers compute prompts as well
+    token_bytes: int  # of KV cache
+    context_tokens: int
+    block_size: int = 16
+    routers: int = 1
+    local_prefill_tokens: int = 0
+    max_queue_seconds: float = 30.0
+    max_queued_tokens: int = 1_048_576
+    max_queued_requests: int = 1_024
+    park_seconds: float = 30.0
+    lease_seconds: float = 30.0
+    faults: tuple[Fault, ...] = ()
+    resizes: tuple[Resize, ...] = ()
+    # False: a worker is a shared processor, without an engine; for hundreds of workers.
+    exact: bool = True
+
+    @property
+    def pools(self) -> dict[Role, SimulatedPool]:
+        """Returns the pools that exist, by role."""
+        pools: dict[Role, SimulatedPool] = {"decode": self.decode}
+        if self.prefill is not None and (self.prefill.workers or self.prefill.scaling):
+            pools["prefill"] = self.prefill
+        return pools
