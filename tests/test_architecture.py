@@ -99,6 +99,7 @@ ARROWS: dict[str, set[str]] = {
         "router.fair_queue": ("router.due_order",),
         "router.auth": (),
         "router.deadline": (),
+        "router.garbage": (),
         "router.resume": (),
         "router.stopping": (),
         "router.turns": (),
@@ -124,7 +125,8 @@ ARROWS: dict[str, set[str]] = {
         ),
         "router.api.console": ("router: auth frontend telemetry",),
         "router.api.openai": (
-            "router: api api.console auth frontend output request resume storage telemetry",
+            "router: api api.console auth frontend garbage output request resume storage",
+            "router: telemetry",
         ),
         "router.api.anthropic": ("router: api api.openai frontend output",),
         "router.api.batches": ("router: api api.openai auth frontend json_lines storage",),

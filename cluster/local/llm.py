@@ -28,6 +28,7 @@ from ...router.api.batches.lines import BatchRequest
 from ...router.client.request import chat_prompt, generate_request, text_prompt
 from ...router.client.results import Collector
 from ...router.client.types import Completion, Delta, Message, Options, TemplateOptions
+from ...router.garbage import collections_paused
 from ..config import TandemConfig, load_config
 from ..eval.gather import map_concurrently
 from ..eval.perplexity import measure_perplexity
@@ -35,7 +36,6 @@ from ..settings import NULL, local_keys
 from ..tables import progress_bar
 from .batch import BatchCounts, BatchOutput, answer_requests
 from .environment import SPINNING
-from .garbage import collections_paused
 from .loop_thread import CLOSED, LoopThread
 from .lora import LoRARequest
 from .outputs import RequestOutput

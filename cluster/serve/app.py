@@ -26,9 +26,9 @@ from ...router.api.browsers import BrowserRules
 from ...router.api.console.feed import without_loads
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.frontend.template import start_for
+from ...router.garbage import collections_paused
 from ...workers.host.threads import go_first
 from ..config import PoolRole, TandemConfig
-from ..local.garbage import collections_paused
 from ..scaling.reports import worker_report
 from ..store.adapters import configured_adapters
 from ..store.store import ensure_tokenizer

@@ -15,8 +15,8 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...proto.addresses import in_brackets
+from ...router.garbage import collections_paused
 from ...workers.host.threads import go_first
-from ..local.garbage import collections_paused
 from ..store.store import ensure_tokenizer
 
 if TYPE_CHECKING:

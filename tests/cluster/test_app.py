@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -24,6 +22,7 @@ from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.router.auth.authenticator import Authenticator
+from tandem.tests.imported import imported
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import api_key
 
@@ -151,22 +150,12 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
 
 def test_a_router_loads_no_torch() -> None:
     """torch takes seconds and hundreds of megabytes."""
-    code = (
-        "import sys, tandem.cluster.serve.app, tandem.cluster.serve.runtime; "
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "False\n", done.stderr
+    assert "torch" not in imported("import tandem.cluster.serve.app, tandem.cluster.serve.runtime")
 
 
 def test_a_launcher_loads_neither_torch_nor_transformers_before_ray_starts() -> None:
     """They take two seconds, and load while Ray starts."""
-    code = (
-        "import sys, tandem.cluster.serve.launch; "
-        "print({'torch', 'transformers'} & sys.modules.keys())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "set()\n", done.stderr
+    assert not {"torch", "transformers"} & imported("import tandem.cluster.serve.launch")
 
 
 def test_the_limits_of_liveness_reach_a_worker() -> None:

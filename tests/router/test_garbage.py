@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from tandem.cluster.local.garbage import collections_paused
+from tandem.router.garbage import collections_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -1,4 +1,4 @@
-"""Pauses the garbage collector while a process starts."""
+"""Pauses the garbage collector."""
 
 import gc
 from collections.abc import Iterator
