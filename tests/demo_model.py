@@ -83,7 +83,7 @@ def transformers_model() -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def likeliest(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+def likeliest(model: torch.nn.Module, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
     """Returns what the model chooses greedily after the prompt, and after it and the first 1, 2,
     ... of `tokens`, the last excepted. These are `tokens` if and only if they are what it
     generates, which would take a step for each.

@@ -5,7 +5,6 @@ the place of the attention kernel has 8e-5, and 4e-5 on AVX-512; a mask, window 
 one gives 5.
 """
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tandem.tests.workers.model.helpers import (
     prompt,
     recorded_logits,
     reference,
-    reference_greedy,
     reference_logits,
 )
 
@@ -76,52 +74,6 @@ def test_variants(
             driver.run(driver.step(1, ids[start : start + 1], start))
     difference = torch.cat(logits) - expected[[39, 69, 70, 71, 72, 73, 74]]
     assert difference.abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize("family", DENSE)
-def test_mixed_batches_of_random_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """Ten prompts advance together by random amounts, decodes next to chunks; every logit row is
-    checked.
-    """
-    folder = make_tiny_model(tmp_path, family)
-    model, driver = reference(folder), Driver(load(folder, block_size=4, num_blocks=400))
-    prompts = [
-        prompt(num_tokens, seed=7) for num_tokens in (1, 2, 3, 16, 17, 40, 77, 130, 131, 300)
-    ]
-    expected = [reference_logits(model, ids) for ids in prompts]
-    choose = random.Random(family)
-    done = [0] * len(prompts)
-    while unfinished := [index for index, ids in enumerate(prompts) if done[index] < len(ids)]:
-        chosen = choose.sample(unfinished, choose.randint(1, len(unfinished)))
-        sizes = [
-            min(choose.choice((1, 1, 1, 5, 33)), len(prompts[index]) - done[index])
-            for index in chosen
-        ]
-        with recorded_logits(monkeypatch) as logits:
-            driver.run(
-                *(
-                    driver.step(
-                        index, prompts[index][done[index] : done[index] + size], done[index]
-                    )
-                    for index, size in zip(chosen, sizes, strict=True)
-                )
-            )
-        for row, (index, size) in enumerate(zip(chosen, sizes, strict=True)):
-            done[index] += size
-            assert (logits[0][row] - expected[index][done[index] - 1]).abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize("family", DENSE)
-def test_greedy_continuation_equals_generate(tmp_path: Path, family: str) -> None:
-    folder = make_tiny_model(tmp_path, family, seed=3)
-    model, driver = reference(folder), Driver(load(folder))
-    for index, num_tokens in enumerate((1, 16, 63, 300)):
-        ids = prompt(num_tokens, seed=5)
-        tokens = driver.generate(index, ids, 32)
-        assert tokens == reference_greedy(model, ids, 32)
-        assert len(set(tokens)) > 8, "a model that repeats itself tests nothing"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
