@@ -154,7 +154,10 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2_000)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=10_000)
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of the clusters that tests start by hand
+# Of the clusters that tests start by hand; cluster/serve/environment.py has the reasons.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -32,12 +32,16 @@ def ray_cluster(nodes: Mapping[str, str], **head: object) -> Iterator[Any]:
     `nodes`: the address of each by its name, which is also a resource of the node. `head`: further
     arguments of the head.
     """
-    from ray.cluster_utils import Cluster  # reads the environment at its import
+    # Both read the environment at the import of Ray.
+    from ray.cluster_utils import Cluster
+
+    from tandem.cluster.serve.ray_internals import without_idle_processes
 
     small = {"num_cpus": 2, "object_store_memory": _STORE_BYTES}
-    cluster: Any = Cluster(
-        initialize_head=True, head_node_args=small | {"include_dashboard": False} | head
-    )
+    with without_idle_processes(dashboard=False):
+        cluster: Any = Cluster(
+            initialize_head=True, head_node_args=small | {"include_dashboard": False} | head
+        )
     try:
         for name, address in nodes.items():
             cluster.add_node(node_ip_address=address, resources={name: 100}, **small)

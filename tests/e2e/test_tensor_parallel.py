@@ -15,7 +15,7 @@ import pytest
 
 from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
 
-NUM_TOKENS = 200
+NUM_TOKENS = 100
 PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 37 * n)] for n in range(16)]
 
 

@@ -318,18 +318,52 @@ async def check_end(service: Serving, grpc_address: str, ops_address: str, key: 
 
 
 @pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.soak)])
-def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(
-    serving: Callable[..., Serving], victim: str
+def test_the_end_of_ray_in_an_awkward_environment_is_told_in_a_line_and_leaves_nothing(
+    serving: Callable[..., Serving],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: str,
 ) -> None:
-    """The key of this service comes from the environment, and is shown nowhere."""
+    """Proxies that nothing answers at, an empty RAY_ADDRESS, a long TMPDIR, no home and no
+    compiler; on ::1 if there is IPv6, with two ranks. The key of this service comes from the
+    environment, and is shown nowhere.
+    """
+    folder = tmp_path / ("temporary-" * 6)
+    folder.mkdir()
+    (tmp_path / "home").write_text("")
     key = "sk-canary-nine"
-    service = serving("--prefill", "0", TANDEM_API_KEY=key)
-    grpc_address, http_address = service.wait_ready()
-    check_keys([f"http://{http_address}/v1/models"], [key])
+    variables = {
+        "RAY_ADDRESS": "",
+        "TMPDIR": str(folder),
+        "TANDEM_HOME": str(tmp_path / "home"),
+        "CC": "false",
+        "TANDEM_API_KEY": key,
+    }
+    host = "127.0.0.1" if why_not_bound("::1", 0) else "::1"
+    with monkeypatch.context() as patch:
+        set_dead_proxies(patch)
+        service = serving("--host", host, "--prefill-tp", "2", **variables)
+        assert service.process.stdout is not None
+        line = service.process.stdout.readline()
+        ready = re.fullmatch(r"tandem ready grpc=(\S+) http=(\S+) ops=\S+\n", line)
+        assert ready, (line, service.process.communicate()[1])
+        grpc_address, http_address = ready.groups()
+        patch.setenv("TANDEM_API_KEY", key)
+        generated = run(
+            *("generate", "The quick brown", "--target", grpc_address, "--max-tokens", "4"),
+            *("--model", str(tiny_model)),
+        )
+    assert generated.returncode == 0, generated.stderr
+    assert grpc_address.startswith(f"{in_brackets(host)}:")
+    url = f"http://{http_address}/v1/models/{tiny_model}"
+    check_keys([url], [key])
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=WAIT) as answer:
+        assert json.load(answer)["root"] == tiny_model.name
     check_hidden(service, [key])
-    me = psutil.Process(service.process.pid)
-    family = me.children(recursive=True)
-    (folder,) = {
+    family = psutil.Process(service.process.pid).children(recursive=True)
+    (scratch,) = {
         found[0] for child in family for word in child.cmdline() if (found := SCRATCH.search(word))
     }
     with (
@@ -346,12 +380,22 @@ def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(
         line for line in err.splitlines() if not RAY_LOG_LINE.match(line)
     ]  # Ray's own client may log as it ends
     assert ours[0].startswith("calls need the key in TANDEM_API_KEY")
-    assert ours[3:] == [
-        f"error: Ray has ended: its {victim} process is gone"
-    ]  # after the lines of the status page and the console
+    assert ours[1].startswith("`tandem drain` will not work: ")  # without a home
+    assert re.match(rf"status page: http://{re.escape(in_brackets(host))}:\d+/tandem", ours[2])
+    assert ours[4:] == [f"error: Ray has ended: its {victim} process is gone"]  # after the console
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive, alive
-    assert not Path(folder).exists()
+    assert not Path(scratch).exists()
+    assert not list(folder.iterdir())
+
+
+def set_dead_proxies(patch: pytest.MonkeyPatch) -> None:
+    """Sets proxies that nothing answers at, for every address."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+        patch.setenv(name, "http://127.0.0.1:9")
+        patch.setenv(name.upper(), "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        patch.delenv(name, raising=False)
 
 
 def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Serving]) -> None:
@@ -364,63 +408,6 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Se
             service.process.wait(timeout=0.05)
     out = service.stop(signal.SIGINT)
     assert (service.process.returncode, out) == (0, "")
-
-
-def test_a_service_in_an_awkward_environment(
-    serving: Callable[..., Serving],
-    tiny_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Proxies that nothing answers at, an empty RAY_ADDRESS, a long TMPDIR, no home and no
-    compiler; on ::1 if there is IPv6, with two ranks.
-    """
-    proxies = dict.fromkeys(
-        ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"), "http://127.0.0.1:9"
-    )
-    for name, value in proxies.items():
-        monkeypatch.setenv(name, value)
-        monkeypatch.setenv(name.upper(), value)
-    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / ("temporary-" * 6)
-    folder.mkdir()
-    (tmp_path / "home").write_text("")
-    variables = {
-        "RAY_ADDRESS": "",
-        "TMPDIR": str(folder),
-        "TANDEM_HOME": str(tmp_path / "home"),
-        "CC": "false",
-    }
-    host = "127.0.0.1" if why_not_bound("::1", 0) else "::1"
-    service = serving("--host", host, "--prefill-tp", "2", **variables)
-    assert service.process.stdout is not None
-    line = service.process.stdout.readline()
-    ready = re.fullmatch(r"tandem ready grpc=(\S+) http=(\S+) ops=\S+\n", line)
-    assert ready, (line, service.process.communicate()[1])
-    assert ready[1].startswith(f"{in_brackets(host)}:")
-    generated = run(
-        "generate",
-        "The quick brown",
-        "--target",
-        ready[1],
-        "--max-tokens",
-        "4",
-        "--model",
-        str(tiny_model),
-    )
-    assert generated.returncode == 0, generated.stderr
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{ready[2]}/v1/models/{tiny_model}", timeout=WAIT) as answer:
-        assert json.load(answer)["root"] == tiny_model.name
-    assert service.process.stderr is not None
-    warnings = [next(iter(service.process.stderr)) for _ in range(2)]
-    assert any(
-        re.search(rf"status page: http://{re.escape(in_brackets(host))}:\d+/tandem", each)
-        for each in warnings
-    )
-    assert (service.stop(signal.SIGTERM), service.process.returncode) == ("", 0)
-    assert not list(folder.iterdir())
 
 
 def test_an_address_where_nobody_listens_is_named(tiny_model: Path) -> None:

@@ -34,7 +34,7 @@ def test_no_stream_is_lost_or_altered(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "tiny", dtype="bfloat16", **MODEL)
     marker = f"TANDEM_TEST_{os.getpid()}"
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    command = [*TANDEM, "demo", "--kill", "--model", str(folder), "--tokens", "400"]
+    command = [*TANDEM, "demo", "--kill", "--model", str(folder), "--tokens", "150"]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
