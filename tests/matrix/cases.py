@@ -23,6 +23,7 @@ SAMPLINGS: Final = (
     "choices",
     "beam",
     "stop rules",
+    "repetition",
 )
 LAYOUTS: Final = ("1+1", "2+2", "0+2", "tp 2", "int8")
 OPTIONS: Final = (
@@ -49,6 +50,15 @@ _PENALTIES: Final = inference_pb2.SamplingParams(
     presence_penalty=0.5,
     frequency_penalty=0.3,
 )
+_TWO_TOKENS: Final = inference_pb2.SamplingParams(
+    temperature=1,
+    top_p=1,
+    seed=11,
+    typical_p=1,
+    repetition_penalty=1,
+    logit_bias={5: 100.0, 6: 100.0},
+)
+"""Draws only two tokens, so that their n-grams repeat."""
 _BEAM: Final = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
 
 REQUESTS: Final[dict[str, dict[str, Any]]] = {
@@ -60,9 +70,14 @@ REQUESTS: Final[dict[str, dict[str, Any]]] = {
     "choices": {"sampling": _SEED, "num_choices": 4, "logprobs": 0},
     "beam": {"beam_search": _BEAM, "num_choices": 2},
     "stop rules": {"sampling": _SEED, "num_choices": 2, "logprobs": 0},
+    "repetition": {"sampling": _TWO_TOKENS, "num_choices": 2, "logprobs": 0},
 }
 """What each sampling asks for, beside the prompt and NUM_TOKENS. A grammar holds longer than these.
 """
+
+
+RULED: Final = ("stop rules", "repetition")
+"""The samplings that rules of the router end, see `stops_of`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from tandem.router.request import TokenRequest
 from tandem.router.scheduling.capacity import NO_CAPACITY
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.router.stopping.pattern import compile_pattern
+from tandem.router.stopping.repetition import RepetitionStop
 from tandem.router.stopping.rules import StopRules
 from tandem.router.stopping.text import StopTexts
 from tandem.tests.fleet import Unlimited, is_idle
-from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT, REQUESTS
+from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT, REQUESTS, RULED
 from tandem.tests.matrix.nodes import Launcher, Node, launched, make_node
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
@@ -71,6 +72,9 @@ _COMPUTES_AS: Final = {
 """By layout, a simpler one with the same tokens; the other layouts add in other orders."""
 
 IDLE_SECONDS: Final = 20.0
+MOST_REPEATING: Final = 20
+"""A repetition ends a choice after at most this many tokens."""
+
 NO_STOPS: Final[Mapping[int, StopRules]] = {}
 
 
@@ -127,7 +131,7 @@ async def collect(
     """Runs a request, checking its indices and ends. `stops` are rules of the router by choice, for
     a text that has one character for each token.
     """
-    searches = {choice: rules.texts() for choice, rules in stops.items()}
+    searches = {choice: (rules.texts(), rules.repetition()) for choice, rules in stops.items()}
     result, ended = Result([Choice() for _ in range(request.submit.num_choices)]), set[int]()
     timeline = inference_pb2.Timeline()
     finished: set[int] = set()
@@ -145,7 +149,7 @@ async def collect(
                 finished.add(delta.choice)
                 choice.finish, choice.score = delta.finish_reason, delta.score
             if delta.choice in searches:
-                stopped = _stop(choice, num_known, searches[delta.choice])
+                stopped = _stop(choice, num_known, *searches[delta.choice])
                 ended |= {delta.choice} if stopped else set()
             seen(result)
     assert finished | ended == set(range(request.submit.num_choices)), "a choice has no end"
@@ -154,8 +158,16 @@ async def collect(
     return result
 
 
-def _stop(choice: Choice, num_known: int, search: StopTexts) -> bool:
-    """Cuts a choice off after its match, if its new tokens complete one."""
+def _stop(
+    choice: Choice, num_known: int, search: StopTexts, repetition: RepetitionStop | None
+) -> bool:
+    """Cuts a choice off after its match or repetition, if its new tokens complete one."""
+    if repetition is not None:
+        count = repetition.push(choice.ids[num_known:])
+        if count is not None:
+            del choice.ids[num_known + count :], choice.scores[num_known + count :]
+            choice.finish = inference_pb2.FINISH_REASON_REPETITION
+        return count is not None
     for end, token in enumerate(choice.ids[num_known:], start=num_known + 1):
         shown, is_stopped = search.push(_character(token))
         choice.text += shown
@@ -245,8 +257,9 @@ class Cluster:
             nodes = await self.layout(alike)
             self.show(*nodes)
             result = await self._undisturbed(sampling, num_tokens)
-            if sampling == "stop rules":
-                result = await self._undisturbed(sampling, num_tokens, stops_of(result))
+            if sampling in RULED:
+                stops = stops_of(sampling, result)
+                result = await self._undisturbed(sampling, num_tokens, stops)
             self.expected[key] = result
         return self.expected[key]
 
@@ -304,11 +317,13 @@ class Cluster:
         await asyncio.gather(*(node.close() for node in self.nodes.values()))
 
 
-def stops_of(result: Result) -> dict[int, StopRules]:
-    """Returns the rules of the "stop rules" request: a stop string for choice 0, stop_regex for 1.
+def stops_of(sampling: str, result: Result) -> dict[int, StopRules]:
+    """Returns the rules of a request in RULED by choice, from a result without or with them.
 
     Without a result of the rules, each choice ends about in the middle.
     """
+    if sampling == "repetition":
+        return {number: _repetition(each.ids) for number, each in enumerate(result.choices)}
     first, second = (each.ids for each in result.choices)
     first = first[13:15] if len(first) > 15 else first[-2:]
     second = second[17:19] if len(second) > 19 else second[-2:]
@@ -317,6 +332,25 @@ def stops_of(result: Result) -> dict[int, StopRules]:
         0: StopRules(strings=("".join(map(_character, first)),)),
         1: StopRules(pattern=compile_pattern(pattern)),
     }
+
+
+def _repetition(ids: Sequence[int]) -> StopRules:
+    """Returns the rule of a repetition that ends these ids the latest, but before their last ones.
+
+    With the ids that it leaves, the same rule is found.
+    """
+    rules = [
+        StopRules(ngram=ngram, ngram_count=count) for ngram in range(1, 9) for count in (2, 3, 4)
+    ]
+    ends = [_repetition_end(rule, ids) for rule in rules]
+    return rules[ends.index(max(end for end in ends if end <= MOST_REPEATING))]
+
+
+def _repetition_end(rule: StopRules, ids: Sequence[int]) -> int:
+    """Returns the number of ids up to a repetition; 0 without one."""
+    search = rule.repetition()
+    assert search is not None
+    return search.push(ids) or 0
 
 
 @asynccontextmanager

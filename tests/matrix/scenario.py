@@ -7,11 +7,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tandem.router.dispatch.execution import MAX_TRANSFERS_LOST
-from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT_LENGTH, Case
+from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT_LENGTH, RULED, Case
 from tandem.tests.matrix.cluster import (
     NO_STOPS,
     Cluster,
@@ -41,6 +41,10 @@ async def until(condition: Callable[[], object], what: str, seconds: float = REA
         await asyncio.sleep(0.002)
 
 
+class OverBefore(AssertionError):
+    """Raised if the request has ended before its point."""
+
+
 @dataclass(eq=False)
 class Scenario:
     """Plays a case."""
@@ -56,12 +60,13 @@ class Scenario:
     token_point: int = TOKEN_POINT
     tasks: list["asyncio.Task[Any]"] = field(default_factory=list)
     has_tokens: bool = False  # the client
+    max_seconds: float | None = None  # of the request; then a kill ends all workers, for good
 
     @property
     def hold_from(self) -> int:
         """Returns the position at which the holder stops for the point."""
         case, first = self.case, self.expected.choices[0]
-        num_tokens = len(first.ids) if case.sampling == "stop rules" else self.num_tokens
+        num_tokens = len(first.ids) if case.sampling in RULED else self.num_tokens
         # Before the block that the worker does not get, nor already has for a draft.
         num_drafts = _DRAFT_TOKENS if "speculative" in self.holder.config else 0
         early = 1 + num_drafts if case.fault == "full" else 0
@@ -75,8 +80,11 @@ class Scenario:
 
     async def play(self) -> Result:
         """Returns what the client got."""
-        request = make_request(self.case.sampling, self.cluster.name(), num_tokens=self.num_tokens)
-        stops = stops_of(self.expected) if self.case.sampling == "stop rules" else NO_STOPS
+        sampling = self.case.sampling
+        request = make_request(sampling, self.cluster.name(), num_tokens=self.num_tokens)
+        if self.max_seconds is not None:
+            request = replace(request, ends_at=time.monotonic() + self.max_seconds)
+        stops = stops_of(sampling, self.expected) if sampling in RULED else NO_STOPS
         async with AsyncExitStack() as stack:
             await self._block(stack)
             asked = asyncio.create_task(collect(self.cluster.dispatcher, request, stops, self._see))
@@ -140,7 +148,8 @@ class Scenario:
         streams = self.case.sampling != "beam"  # which gives its tokens at its end
         if self.case.point in ("token", "last") and streams:
             await until(lambda: self.has_tokens or asked.done(), "the client has tokens")
-        assert not asked.done(), f"it was over before: {asked.exception() or asked.result()}"
+        if asked.done():
+            raise OverBefore(f"it was over before: {asked.exception() or asked.result()}")
 
     def _num_transfers_lost(self) -> int:
         """Returns how many fetches of the request have failed."""
@@ -151,10 +160,16 @@ class Scenario:
     async def _inject(self) -> None:
         """Causes the fault."""
         case, victim, client = self.case, self.victim, self.cluster.client(self.victim)
+        if case.fault == "kill" and self.max_seconds is not None:
+            self.cluster.show(victim)  # a prefill worker would decode as well
+            for node in self.nodes:
+                if node is not victim:
+                    await node.kill(0)
         if case.fault == "kill":
             await victim.kill(case.variant % victim.tp)
             await until(lambda: client is None or client.broken, "the session breaks")
-            self.tasks.append(asyncio.create_task(self._replace()))
+            if self.max_seconds is None:
+                self.tasks.append(asyncio.create_task(self._replace()))
         elif case.fault == "stop":
             victim.signal(signal.SIGSTOP)
         elif case.fault == "cut":
