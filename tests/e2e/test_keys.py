@@ -287,7 +287,9 @@ def test_the_usage_of_keys_is_counted(service: Any, keys: dict[str, str]) -> Non
         done = CliRunner().invoke(app, command, env=os.environ | {"TANDEM_API_KEY": keys["ops"]})
         return {name: rest for name, *rest in map(str.split, done.output.splitlines()[1:])}
 
-    wait(lambda: "ops" in rows())  # of the tests before, which the router reports soon
+    with Client(service.grpc_address, api_key=keys["ops"]) as client:
+        client.generate(PROMPT, max_tokens=5, timeout=60)
+    wait(lambda: "ops" in rows())  # once the router has reported
     tenant, requests, failed, *tokens = rows()["ops"]
     assert (tenant, failed) == ("ops", "0")
     assert int(requests) > 0
