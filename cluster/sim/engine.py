@@ -63,6 +63,7 @@ class TimedRunner(EngineRunner):
     ) -> None:
         """Calls `on_step` after each step, and `failed` once if a step or a command raises."""
         super().__init__(engine)
+        self.num_turns = 0  # of the engine: while it is the same, so is the worker's load
         self._executor = executor
         self._on_step = on_step
         self._failed = failed
@@ -104,6 +105,7 @@ class TimedRunner(EngineRunner):
     def _turn(self) -> None:
         """Runs the posted commands and begins a step, if there is work."""
         self._is_due = False
+        self.num_turns += 1
         try:
             while self._commands and not self._is_stopped:
                 self._commands.popleft()(self._engine)

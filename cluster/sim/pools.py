@@ -13,6 +13,8 @@ from .transfers import TransferCosts
 from .worker import SimulatedWorker, WorkerSpec
 
 _DRAIN_SECONDS: Final = 600.0
+_COARSE_HEARTBEAT_SECONDS: Final = 4.0
+"""Routers learn the load of a worker that they use from their session, so fewer heartbeats do."""
 
 
 class SimulatedPools:
@@ -69,7 +71,7 @@ class SimulatedPools:
         worker = self._workers[spec.worker_id] = SimulatedWorker(spec)
         self.usages.append(worker.usage)
         self._count(role)
-        await self._directory.register(worker.info().SerializeToString(deterministic=True))
+        await self._directory.register(worker.heartbeat())
         self._heartbeats[spec.worker_id] = asyncio.create_task(self._heartbeat(worker))
         return worker
 
@@ -115,6 +117,7 @@ class SimulatedPools:
         return self._costs.contention if any(each.is_busy for each in others) else 1.0
 
     async def _heartbeat(self, worker: SimulatedWorker) -> None:
+        seconds = HEARTBEAT_SECONDS if self._service.exact else _COARSE_HEARTBEAT_SECONDS
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            await self._directory.register(worker.info().SerializeToString(deterministic=True))
+            await asyncio.sleep(seconds)
+            await self._directory.register(worker.heartbeat())

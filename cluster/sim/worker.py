@@ -105,6 +105,8 @@ class SimulatedWorker:
         self._kv = KvGroup(SimulatedEndpoint(self.offers, fetches, spec.fabric.channel))
         self._loads = LoadReader(self._engine, spec.pool.num_blocks)
         self._num_transfers = 0
+        self._entry = b""
+        self._registered = (-1, False)  # the state that `_entry` describes
         self._requests = self._request_manager()
         self._lender = PrefixLender(
             self._runner, self._kv, self._kv_handle, spec.service.block_size
@@ -164,6 +166,14 @@ class SimulatedWorker:
     def info(self) -> worker_pb2.WorkerInfo:
         """Returns the worker's entry in the directory."""
         return self.spec.info(self.load())
+
+    def heartbeat(self) -> bytes:
+        """Returns the entry as the worker registers it; an idle worker repeats the last one."""
+        state = self._runner.num_turns, self._requests.is_leaving
+        if state != self._registered:
+            self._registered = state
+            self._entry = self.info().SerializeToString(deterministic=True)
+        return self._entry
 
     async def drain(self, seconds: float) -> None:
         """Refuses new requests; waits until all have ended or moved, for at most `seconds`."""
