@@ -197,10 +197,11 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.planner.profile": ("cluster.sim", "workers.engine"),
         "cluster.planner": (
-            "cluster: bench cli.options config local planner.profile sim store",
+            "cluster: bench cli.options config explain local planner.profile sim store tables",
+            "cluster.traces",
             "router: api api.server client dispatch frontend scheduling",
             "workers: engine host kv_cache serve tp",
-            "workers.model: device kv",
+            "workers.model: costs device footprint kv",
         ),
         "cluster.cli.options": ("cluster: service_url settings text_files", "router.client"),
         "cluster.stop_signals": (),

@@ -90,7 +90,10 @@ def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Parses limits in ms, such as `ttft=200,tpot=50`; empty for "". Raises InvalidArgument."""
+    """Parses limits such as `ttft=1s,tpot=50ms` or `ttft=1000`; empty for "".
+
+    Returns ms, which are also the default unit. Raises InvalidArgument.
+    """
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.strip().partition("=")
@@ -99,14 +102,21 @@ def parse_slo(text: str) -> dict[str, float]:
                 f"must name one of {', '.join(SLO_FIGURES)}, got {name!r}", "--slo"
             )
         try:
-            limits[name] = float(number)
+            limits[name] = _parse_ms(number.strip())
         except ValueError:
             raise InvalidArgument(
-                f"{name} must be a number of ms, got {number!r}", "--slo"
+                f"{name} must be a time such as 50, 50ms or 1s, got {number!r}", "--slo"
             ) from None
         if not 0 < limits[name] < math.inf:
             raise InvalidArgument(f"{name} must be above 0 ms", "--slo")
     return limits
+
+
+def _parse_ms(text: str) -> float:
+    """Returns a time in ms; raises ValueError."""
+    if text.endswith("s") and not text.endswith("ms"):
+        return 1000 * float(text.removesuffix("s"))
+    return float(text.removesuffix("ms"))
 
 
 def check_options(options: BenchOptions) -> BenchOptions:

@@ -145,7 +145,7 @@ def bench(
         typer.Option(help="Same seed, same prompts (prefix caches may know them) and arrivals."),
     ] = 0,
     slo: Annotated[
-        str, typer.Option(help="Limits in ms for the goodput, as ttft=200,tpot=50,e2e=5000.")
+        str, typer.Option(help="Limits for the goodput, as ttft=200ms,tpot=50ms,e2e=5s.")
     ] = "",
     json_to: Annotated[
         str, typer.Option("--json", help="Write all results to this file; - is stdout.")

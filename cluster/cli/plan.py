@@ -24,6 +24,7 @@ from ...workers.model.footprint import (
 from ..config import KvCacheDtype, ModelImpl, Numerics, Quantization, load_config
 from ..explain.cost_command import cost_command
 from ..planner.measure_command import measure_command
+from ..planner.service_command import service_command
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import table_console
@@ -42,6 +43,7 @@ DEFAULT_TPS: Final = (1, 2, 4, 8)
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
 plan_app.command("cost")(cost_command)
 plan_app.command("measure")(measure_command)
+plan_app.command("service")(service_command)
 
 
 @plan_app.command("memory")

@@ -249,6 +249,7 @@ def test_addresses() -> None:
 
 def test_slos() -> None:
     assert parse_slo("ttft=200,tpot=50.5") == {"ttft": 200.0, "tpot": 50.5}
+    assert parse_slo("ttft=1.5s,tpot=50ms") == {"ttft": 1500.0, "tpot": 50.0}
     assert parse_slo("") == {}
     for bad in ("ttft", "ttft=x", "ttft=-1", "tttf=1", "ttft=nan", "ttft=inf"):
         with pytest.raises(InvalidArgument, match="--slo"):

@@ -1,0 +1,205 @@
+"""Reports a plan: a verdict, tables, JSON and a plot."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+from rich.table import Table
+
+from ...proto.errors import InvalidArgument
+from ..sim.service import Role
+from ..tables import make_table
+from .search import RateResult, SplitPlan, best_knee, other_kind
+from .workload import Objective
+
+SATURATED: Final = "saturated"
+_ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
+_FIGURES: Final = {
+    "TTFT p50": "p50_ttft_ms",
+    "p99": "p99_ttft_ms",
+    "TPOT p50": "p50_tpot_ms",
+    "p99 ": "p99_tpot_ms",
+}
+
+
+def verdict(
+    plans: Sequence[SplitPlan], chosen: SplitPlan | None, rate: float, objective: Objective
+) -> str:
+    """Returns the answer in one sentence."""
+    if chosen is None:
+        best = best_knee(plans)
+        if not best.knee:
+            return f"no split meets {objective} at any rate; the objective is out of reach here"
+        return (
+            f"no split meets {objective} at {rate:.3g} requests/s; the best, {best.split}, meets "
+            f"it up to {best.knee:.3g} requests/s"
+        )
+    text = f"{chosen.split}: meets {objective} up to {chosen.knee:.3g} requests/s"
+    other = other_kind(plans, chosen)
+    if other is None:
+        return text
+    if not other.knee or not chosen.knee:
+        return f"{text}; {other.split} meets it at no rate"
+    change = 1 - other.knee / chosen.knee
+    reason = _reason(chosen if chosen.split.prefill else other)
+    return f"{text}; {other.split} up to {other.knee:.3g}, {change:.0%} less{reason}"
+
+
+def _reason(plan: SplitPlan) -> str:
+    """Returns how differently busy the pools of a disaggregated service are, as text."""
+    if plan.at_rate is None or plan.at_rate.is_saturated:
+        return ""
+    result = plan.at_rate.result
+    busy = {role: result.busy_share(role) for role in _ROLES}
+    shares = " and ".join(f"its {role} pool {share:.0%}" for role, share in busy.items())
+    return f" ({plan.split}: {shares} busy)"
+
+
+def split_table(plans: Sequence[SplitPlan], rate: float) -> Table:
+    """Returns a table with a line for each split."""
+    numbers = ["devices", "bound", "knee", "attainment", *_FIGURES, "tokens/s"]
+    table = make_table("workers", numbers=numbers, title=f"at {rate:.3g} requests/s; times in ms")
+    for plan in plans:
+        cells = [str(plan.split), str(plan.num_devices), f"{plan.bound:.3g}"]
+        knee = "-" if plan.knee is None else f"{plan.knee:.3g}"
+        cells += [knee, *_result_cells(plan.at_rate)]
+        table.add_row(*cells)
+    return table
+
+
+def _result_cells(outcome: RateResult | None) -> list[str]:
+    if outcome is None or outcome.is_saturated:
+        return [SATURATED, *("-" for _ in _FIGURES), "-"]
+    figures = outcome.result.summary().figures
+    times = [f"{figures[name]:,.0f}" if name in figures else "-" for name in _FIGURES.values()]
+    return [f"{outcome.attainment:.1%}", *times, f"{figures['output_throughput']:,.0f}"]
+
+
+def use_lines(outcome: RateResult) -> list[str]:
+    """Returns how busy the workers are, and where requests wait, as lines."""
+    result = outcome.result
+    roles = sorted({each.role for each in result.workers})
+    busy = ", ".join(f"{role} {result.busy_share(role):.0%}" for role in roles)
+    peak = ", ".join(f"{role} {result.peak_kv(role):.0%}" for role in roles)
+    waits = result.wait_seconds()
+    stages = ", ".join(f"{stage} {1e3 * seconds:,.0f} ms" for stage, seconds in waits.items())
+    queues = ", ".join(
+        f"{role} {seconds / max(len(result.requests), 1) * 1e3:,.0f} ms"
+        for role, seconds in result.queue_seconds.items()
+        if seconds
+    )
+    lines = [
+        f"busy: {busy}, router {result.router_busy_share:.0%}; peak of the KV cache: {peak}",
+        f"mean time of a request: {stages}",
+    ]
+    if queues:
+        lines.append(f"mean wait in the router for a pool: {queues}")
+    return lines
+
+
+def sensitivity_table(results: Mapping[str, RateResult]) -> Table:
+    """Returns a table with a line for each change of the workload or the costs."""
+    numbers = ["attainment", *_FIGURES, "tokens/s"]
+    table = make_table("change", numbers=numbers, title="sensitivity")
+    for name, outcome in results.items():
+        table.add_row(name, *_result_cells(outcome))
+    return table
+
+
+def plan_json(
+    plans: Sequence[SplitPlan],
+    chosen: SplitPlan | None,
+    sensitivity: Mapping[str, RateResult],
+    *,
+    source: str,
+    sentence: str,
+) -> dict[str, Any]:
+    """Returns the plan as a JSON object, with the timeline of each request of the chosen split."""
+    requests = chosen.at_rate.result.requests if chosen and chosen.at_rate else ()
+    return {
+        "source": source,
+        "verdict": sentence,
+        "splits": [
+            {
+                "prefill": plan.split.prefill,
+                "decode": plan.split.decode,
+                "tp": plan.split.tp,
+                "bound": plan.bound,
+                "knee": plan.knee,
+                "at_rate": _result_json(plan.at_rate),
+            }
+            for plan in plans
+        ],
+        "sensitivity": {name: _result_json(each) for name, each in sensitivity.items()},
+        "requests": [
+            {
+                "start_seconds": each.record.started,
+                "failure": each.record.failure and each.record.failure.kind,
+                "timeline": MessageToDict(each.timeline, preserving_proto_field_name=True),
+            }
+            for each in requests
+        ],
+    }
+
+
+def _result_json(outcome: RateResult | None) -> dict[str, Any]:
+    if outcome is None or outcome.is_saturated:
+        return {"saturated": True}
+    result = outcome.result
+    roles = sorted({each.role for each in result.workers})
+    return {
+        "saturated": False,
+        "rate": outcome.rate,
+        "attainment": outcome.attainment,
+        "figures": dict(result.summary().figures),
+        "busy_share": {role: result.busy_share(role) for role in roles},
+        "router_busy_share": result.router_busy_share,
+        "peak_kv": {role: result.peak_kv(role) for role in roles},
+        "mean_seconds": result.wait_seconds(),
+        "queue_seconds": dict(result.queue_seconds),
+    }
+
+
+def draw_rates(
+    curves: Mapping[str, Sequence[RateResult]], objective: Objective, path: Path
+) -> None:
+    """Draws TTFT, TPOT and attainment over the rate as a PNG. Raises InvalidArgument.
+
+    `curves`: by the name of each split. Saturated rates are left out.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InvalidArgument("needs matplotlib: pip install tandem-llm[bench]", "--plot") from None
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for axis, name in zip(axes, ("ttft", "tpot"), strict=False):
+        axis.set_ylabel(f"{name.upper()} in ms")
+        for split, results in curves.items():
+            shown = [each for each in results if not each.is_saturated]
+            figures = [each.result.summary().figures for each in shown]
+            for quantile, style in (("p50", "-"), ("p99", "--")):
+                axis.plot(
+                    [each.rate for each in shown],
+                    [each.get(f"{quantile}_{name}_ms", float("nan")) for each in figures],
+                    style,
+                    marker=".",
+                    label=f"{split}, {quantile}",
+                )
+        if name in objective.limits:
+            axis.axhline(objective.limits[name], color="gray", linewidth=0.8)
+    axes[2].set_ylabel("attainment")
+    for split, results in curves.items():
+        axes[2].plot(
+            [each.rate for each in results],
+            [each.attainment for each in results],
+            marker=".",
+            label=split,
+        )
+    axes[2].axhline(objective.attainment, color="gray", linewidth=0.8)
+    for axis in axes:
+        axis.set_xlabel("requests/s")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize="small")
+    figure.savefig(path, format="png", dpi=110)

@@ -1,0 +1,252 @@
+"""Finds the split of a service's workers that meets an objective at a rate, on the simulator.
+
+For each split, arithmetic gives a bound on the rate. A binary search below it finds the knee: the
+highest rate at which the objective is met.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from ..sim.cost import ServiceCosts
+from ..sim.result import SimulationResult
+from ..sim.service import SimulatedService
+from ..sim.simulate import simulate
+from .site import Site, Split, check_measured
+from .workload import Objective, PlannedWorkload
+
+_PRECISION: Final = 0.03
+"""The relative width of the interval in which the binary search ends."""
+
+_DRAIN_SHARE: Final = 0.1
+_DRAIN_SECONDS: Final = 1.0
+"""A service is saturated if it ends later than one request that arrives last, by this share of the
+time of the arrivals and by these seconds.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateResult:
+    """Holds the simulation of a split at one rate."""
+
+    rate: float
+    attainment: float
+    is_saturated: bool
+    result: SimulationResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """Holds what a split reaches."""
+
+    split: Split
+    num_devices: int
+    bound: float  # requests/s that no service of this split can exceed
+    # Requests/s at which the objective is still met; 0: it is met at no rate. None: not searched,
+    # because the bound is below the given rate.
+    knee: float | None
+    at_rate: RateResult | None  # at the given rate; None: the arithmetic bound is below it
+
+    def meets(self, objective: Objective) -> bool:
+        """Returns True if the objective is met at the given rate."""
+        return (
+            self.at_rate is not None
+            and not self.at_rate.is_saturated
+            and self.at_rate.attainment >= objective.attainment
+        )
+
+
+class Planner:
+    """Simulates splits of one workload on one site."""
+
+    def __init__(
+        self,
+        site: Site,
+        workload: PlannedWorkload,
+        objective: Objective,
+        *,
+        seed: int = 0,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`report` gets a line before each split."""
+        self.site = site
+        self.workload = workload
+        self.objective = objective
+        self._seed = seed
+        self._report = report
+        self._services: dict[Split, tuple[SimulatedService, ServiceCosts]] = {}
+
+    def search(self, splits: Iterable[Split]) -> list[SplitPlan]:
+        """Returns the plans of the splits, those with the fewest devices first.
+
+        Ends with the number of devices at which a split meets the objective: more devices would do
+        so as well. Raises InvalidArgument for a split that cannot be simulated.
+        """
+        ordered = sorted(splits, key=self.site.num_devices)
+        found: list[SplitPlan] = []
+        for num_devices, group in groupby(ordered, key=self.site.num_devices):
+            is_last = num_devices == self.site.num_devices(ordered[-1])
+            found += [self.plan(split, needs_knee=is_last) for split in group]
+            if any(each.meets(self.objective) for each in found):
+                break
+        return found
+
+    def plan(self, split: Split, *, needs_knee: bool = True) -> SplitPlan:
+        """Returns the knee of a split, and its result at the workload's rate.
+
+        Without `needs_knee`, simulates nothing if the arithmetic bound is below that rate.
+        """
+        service, costs = self._service(split)
+        check_measured(split, service, costs, self.workload)
+        bound = rate_bound(service, costs, self.workload)
+        rate = self.workload.rate
+        num_devices = self.site.num_devices(split)
+        if bound <= rate and not needs_knee:
+            return SplitPlan(
+                split=split, num_devices=num_devices, bound=bound, knee=None, at_rate=None
+            )
+        self._report(f"simulating {split}")
+        at_rate = self.run(split, rate) if rate < bound else None
+        low, high = 0.0, bound
+        if at_rate is not None and self._is_met(at_rate):
+            low = rate
+        elif at_rate is not None:
+            high = rate
+        while high - low > _PRECISION * high:
+            middle = (low + high) / 2
+            if self._is_met(self.run(split, middle)):
+                low = middle
+            elif middle < _PRECISION * bound:  # the objective is out of reach at any rate
+                low = high = 0.0
+            else:
+                high = middle
+        return SplitPlan(
+            split=split, num_devices=num_devices, bound=bound, knee=low, at_rate=at_rate
+        )
+
+    def run(
+        self,
+        split: Split,
+        rate: float,
+        *,
+        lengths: float = 1.0,
+        step_time: float = 1.0,
+    ) -> RateResult:
+        """Simulates a split at a rate; the factors change all lengths and the time of steps."""
+        service, costs = self._service(split)
+        workload = self.workload.at_rate(rate)
+        if lengths != 1.0:
+            workload = workload.with_lengths(lengths)
+        if step_time != 1.0:
+            costs = costs.scaled(step_time)
+        result = simulate(service, workload.requests, costs, self._seed)
+        figures = result.summary(self.objective.limits).figures
+        alone = request_seconds(costs, service, workload)
+        arrivals = workload.requests[-1].time
+        allowed = _DRAIN_SECONDS + _DRAIN_SHARE * arrivals
+        return RateResult(
+            rate=rate,
+            attainment=figures["slo_attainment"],
+            is_saturated=result.seconds - arrivals > alone + allowed,
+            result=result,
+        )
+
+    def _service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
+        if split not in self._services:
+            self._services[split] = self.site.service(split)
+        return self._services[split]
+
+    def _is_met(self, outcome: RateResult) -> bool:
+        return not outcome.is_saturated and outcome.attainment >= self.objective.attainment
+
+
+def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload) -> float:
+    """Returns requests/s that no service exceeds, by the work of its workers alone.
+
+    Counts prompts in whole chunks, without cached prefixes and without mixed steps, and decodes in
+    full batches.
+    """
+    prefill_seconds = decode_seconds = 0.0
+    most = service.decode.budgets.max_sequences
+    for each in workload.requests:
+        unique = _uncached_tokens(each.input_length, len(each.block_hashes))
+        prefill = costs.prefill if service.prefill else costs.decode
+        prefill_seconds += unique * prefill.each_prompt_token
+        decode = costs.decode
+        context = each.input_length + each.output_length / 2
+        decode_seconds += (each.output_length - 1) * (
+            decode.fixed / most + decode.each_sequence + decode.each_context_token * context
+        )
+    count = len(workload.requests)
+    router = costs.router_seconds_per_request + costs.router_seconds_per_token * (
+        sum(each.output_length for each in workload.requests) / count
+    )
+    if service.prefill is None:
+        seconds = (prefill_seconds + decode_seconds) / service.decode.workers / count
+        return 1 / max(seconds, router)
+    return 1 / max(
+        prefill_seconds / service.prefill.workers / count,
+        decode_seconds / service.decode.workers / count,
+        router,
+    )
+
+
+def _uncached_tokens(input_length: int, num_hashes: int) -> int:
+    """Returns the prompt tokens that are computed at least: one if all blocks may be cached."""
+    return 1 if num_hashes else input_length
+
+
+def request_seconds(
+    costs: ServiceCosts, service: SimulatedService, workload: PlannedWorkload
+) -> float:
+    """Returns about the seconds of the longest request in an idle service."""
+    chunk = service.decode.budgets.chunk_tokens
+    num_chunks = -(-workload.longest_input // chunk)
+    output = workload.longest - workload.longest_input
+    return (
+        num_chunks * costs.prefill.fixed
+        + workload.longest_input * costs.prefill.each_prompt_token
+        + workload.longest_input**2 / 2 * costs.prefill.each_prompt_context
+        + output
+        * (
+            costs.decode.fixed
+            + costs.decode.each_sequence
+            + costs.decode.each_context_token * workload.longest
+        )
+    )
+
+
+def other_kind(plans: Sequence[SplitPlan], chosen: SplitPlan) -> SplitPlan | None:
+    """Returns the best plan on as many devices that disaggregates if `chosen` does not, or not."""
+    others = [
+        each
+        for each in plans
+        if each.num_devices == chosen.num_devices
+        and bool(each.split.prefill) != bool(chosen.split.prefill)
+    ]
+    return best_knee(others) if others else None
+
+
+def list_splits(num_devices: int, tps: Sequence[int]) -> list[Split]:
+    """Returns all splits on at most `num_devices` devices."""
+    return [
+        Split(prefill, workers - prefill, tp)
+        for tp in tps
+        for workers in range(1, num_devices // tp + 1)
+        for prefill in range(workers)
+    ]
+
+
+def best_knee(plans: Iterable[SplitPlan]) -> SplitPlan:
+    """Returns the plan with the highest knee, or the highest bound without any knee."""
+    return max(plans, key=lambda each: (each.knee or 0.0, each.bound))
+
+
+def choose(plans: Sequence[SplitPlan], objective: Objective) -> SplitPlan | None:
+    """Returns the cheapest plan that meets the objective; of equal ones the highest knee."""
+    meeting = [each for each in plans if each.meets(objective)]
+    if not meeting:
+        return None
+    least = min(each.num_devices for each in meeting)
+    return best_knee(each for each in meeting if each.num_devices == least)

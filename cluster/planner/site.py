@@ -1,0 +1,239 @@
+"""Describes the machines of a plan: what a split of workers is, and what its steps take."""
+
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from ...proto.errors import InvalidArgument
+from ...workers.engine.config import Budgets
+from ...workers.model.costs.inference import InferenceCost, Work
+from ...workers.model.costs.roofline import Roofline
+from ...workers.model.footprint import CacheBytes, memory_budget
+from ..config import TandemConfig
+from ..sim.cost import ServiceCosts, StepCosts, StepWork
+from ..sim.service import SimulatedPool, SimulatedService
+from .profile import Profile
+from .workload import PlannedWorkload
+
+_BANDWIDTH_EFFICIENCY: Final = 0.75
+_COMPUTE_EFFICIENCY: Final = 0.5
+_TP_EFFICIENCY: Final = 0.9  # of each doubling of the ranks
+_HOST_SECONDS: Final = 1e-3  # of each step
+_TRANSFER_SECONDS: Final = 2e-3
+_TRANSFER_BYTES_PER_S: Final = 25e9  # of a network of 200 Gbit/s
+_ROUTER_SECONDS_PER_REQUEST: Final = 1e-3
+_ROUTER_SECONDS_PER_TOKEN: Final = 3e-5
+
+MEMORY_GB: Final = {
+    "a100-80gb": 80,
+    "b200": 180,
+    "h100": 80,
+    "h200": 141,
+    "l4": 24,
+    "l40s": 48,
+    "mi300x": 192,
+    "rtx-4090": 24,
+}
+"""The memory of the devices of `roofline.DEVICES`, in GB."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """Names the workers of a service; without prefill workers, decode workers do both."""
+
+    prefill: int
+    decode: int
+    tp: int = 1
+
+    def __str__(self) -> str:
+        tp = f" with tp {self.tp}" if self.tp > 1 else ""
+        if not self.prefill:
+            return f"together on {self.decode}{tp}"
+        return f"{self.prefill} + {self.decode}{tp}"
+
+    @property
+    def num_ranks(self) -> int:
+        return (self.prefill + self.decode) * self.tp
+
+
+class Site(Protocol):
+    """Knows the machines on which a service is planned."""
+
+    def service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
+        """Returns a service with a split's workers, and its costs.
+
+        Raises InvalidArgument for a split that is not measured, or does not fit.
+        """
+        ...
+
+    def num_devices(self, split: Split) -> int:
+        """Returns the number of devices that a split takes: what it costs."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """Returns the source of the costs, as text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSite:
+    """Holds a machine that `tandem plan measure` has measured."""
+
+    profile: Profile
+
+    def service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
+        profile = self.profile
+        if split.tp != profile.tp:
+            raise InvalidArgument(
+                f"{split.tp} is not measured, only {profile.tp}; run tandem plan measure with "
+                f"--tp {split.tp}",
+                "--tp",
+            )
+        costs = profile.costs(split.prefill, split.decode)
+        worker = profile.worker(split.prefill + split.decode)
+        pool = SimulatedPool(
+            workers=split.decode,
+            num_blocks=worker.num_blocks,
+            budgets=worker.budgets.as_budgets(),
+            overlap=worker.overlap,
+        )
+        service = SimulatedService(
+            decode=pool,
+            prefill=replace(pool, workers=split.prefill) if split.prefill else None,
+            token_bytes=profile.token_bytes,
+            context_tokens=worker.context_tokens,
+            block_size=worker.block_size,
+        )
+        return service, costs
+
+    def num_devices(self, split: Split) -> int:
+        """Returns the number of GPUs. All workers on CPUs share the cores of one machine."""
+        return 1 if self.profile.device == "cpu" else split.num_ranks
+
+    @property
+    def description(self) -> str:
+        profile = self.profile
+        errors = ", ".join(
+            f"{each.workers} x {each.threads} threads: {each.fit().mean_error:.1%}"
+            for each in profile.workers
+        )
+        return (
+            f"measured on {profile.device_name}, {profile.date[:10]}, commit {profile.commit}; "
+            f"leave-one-out error of steps ({errors})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticSite:
+    """Holds devices whose steps follow from a roofline and stated efficiencies."""
+
+    config: TandemConfig
+    cost: InferenceCost
+    name: str
+    device: Roofline
+    memory_gb: float
+
+    def service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
+        config = self.config
+        pool = config.decode
+        budgets = Budgets(
+            chunk_tokens=config.chunk_tokens(pool, 0),
+            mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+            mixed_step_factor=pool.mixed_step_factor,
+            max_sequences=config.max_sequences(pool),
+        )
+        decode = SimulatedPool(
+            workers=split.decode,
+            num_blocks=self._num_blocks(split.tp, pool.block_size, budgets.max_sequences),
+            budgets=budgets,
+            overlap=True,
+        )
+        service = SimulatedService(
+            decode=decode,
+            prefill=replace(decode, workers=split.prefill) if split.prefill else None,
+            token_bytes=self.cost.kv_bytes_per_token,
+            context_tokens=self.cost.config.max_position_embeddings,
+            block_size=pool.block_size,
+        )
+        steps = self._steps(split.tp, budgets.max_sequences)
+        return service, ServiceCosts(
+            prefill=steps,
+            decode=steps,
+            router_seconds_per_request=_ROUTER_SECONDS_PER_REQUEST,
+            router_seconds_per_token=_ROUTER_SECONDS_PER_TOKEN,
+            transfer_seconds=_TRANSFER_SECONDS,
+            transfer_bytes_per_second=_TRANSFER_BYTES_PER_S,
+        )
+
+    def num_devices(self, split: Split) -> int:
+        return split.num_ranks
+
+    @property
+    def description(self) -> str:
+        return (
+            f"arithmetic, not measured: {self.name} with {_BANDWIDTH_EFFICIENCY:.0%} of its "
+            f"bandwidth, {_COMPUTE_EFFICIENCY:.0%} of its products, {_TP_EFFICIENCY:.0%} for each "
+            f"doubling of tp, {1e3 * _HOST_SECONDS:g} ms of host time in a step, and transfers of "
+            f"{_TRANSFER_BYTES_PER_S / 1e9:g} GB/s"
+        )
+
+    def _steps(self, tp: int, max_sequences: int) -> StepCosts:
+        """Returns the sum of the parts of the roofline: no part hides behind another."""
+        speed = tp * _TP_EFFICIENCY ** (tp.bit_length() - 1)
+        read = speed * _BANDWIDTH_EFFICIENCY * self.device.bytes_per_s
+        multiply = speed * _COMPUTE_EFFICIENCY * self.device.flops_per_s
+        empty = self.cost.decode(0, 1)
+        full = self.cost.decode(0, max_sequences)
+        token = self._per_token(1)
+        long = self._per_token(1001)
+        # A model with experts reads more of them in a larger batch.
+        experts = (full.num_bytes - empty.num_bytes) / max(max_sequences - 1, 1)
+        return StepCosts(
+            fixed=_HOST_SECONDS + empty.num_bytes / read,
+            each_sequence=experts / read + empty.flops / multiply,
+            each_context_token=(long.num_bytes - token.num_bytes) / 1000 / read,
+            each_prompt_token=token.flops / multiply,
+            each_prompt_context=(long.flops - token.flops) / 1000 / multiply,
+        )
+
+    def _per_token(self, context: int) -> Work:
+        return self.cost.decode(context, 1)
+
+    def _num_blocks(self, tp: int, block_size: int, max_sequences: int) -> int:
+        """Returns the KV blocks of a rank. Raises InvalidArgument if the weights do not fit."""
+        pool = self.config.decode
+        total = memory_budget(int(self.memory_gb * 1e9), 1.0, pool.gpu_memory_utilization)
+        rest = total - self.cost.sizes.weight_bytes // tp
+        if rest <= 0:
+            raise InvalidArgument(
+                f"{tp} x {self.memory_gb:g} GB do not hold the weights, "
+                f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB; raise it",
+                "--tp",
+            )
+        cache = CacheBytes.of(self.cost.layout, tp, block_size=block_size)
+        return cache.split(rest, state_slots=None, max_sequences=max_sequences, least=1).num_blocks
+
+
+def check_measured(
+    split: Split, service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload
+) -> None:
+    """Raises InvalidArgument if the workload has steps outside the measured grid."""
+    if workload.longest > service.context_tokens:
+        raise InvalidArgument(
+            f"the longest sequence has {workload.longest:,} tokens; the context is "
+            f"{service.context_tokens:,}",
+            "--input-len",
+        )
+    chunk = min(workload.longest_input, service.decode.budgets.chunk_tokens)
+    worst = StepWork(
+        sequences=1,
+        context_tokens=workload.longest,
+        prompt_tokens=chunk,
+        prompt_context=chunk * (workload.longest_input - chunk // 2),
+    )
+    if found := costs.decode.outside(worst):
+        raise InvalidArgument(
+            f"steps of {split} are outside the measured grid ({'; '.join(found)}); run tandem "
+            f"plan measure with --context-tokens {workload.longest:,}".replace(",", ""),
+            "--profile",
+        )

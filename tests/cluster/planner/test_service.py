@@ -1,0 +1,188 @@
+"""`tandem plan service`: the planner on a profile of known costs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cluster.cli.main import app
+from tandem.cluster.config import load_config
+from tandem.cluster.planner.profile import read_profile
+from tandem.cluster.planner.report import verdict
+from tandem.cluster.planner.search import (
+    Planner,
+    RateResult,
+    SplitPlan,
+    choose,
+    list_splits,
+    rate_bound,
+)
+from tandem.cluster.planner.site import MeasuredSite, Split
+from tandem.cluster.planner.workload import Objective, PlannedWorkload
+from tandem.cluster.sim.result import SimulationResult
+from tandem.proto.errors import InvalidArgument
+from tandem.tests.profiles import make_profile
+
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_text(make_profile(1, 2).model_dump_json())
+    return path
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *args])
+    assert result.exception is None, result.output
+    return result.stdout
+
+
+WORKLOAD = ("--input-len", "128", "--output-len", "8", "--requests", "20", "--rate", "2")
+SLO = ("--slo", "ttft=1s,tpot=60ms")
+
+
+def test_a_plan_is_printed_and_written(profile_file: Path, tmp_path: Path) -> None:
+    found, written = tmp_path / "plan.json", tmp_path / "service.yaml"
+    files = ("--json", str(found), "--write", str(written))
+    text = run(*SLO, *WORKLOAD, "--profile", str(profile_file), "--devices", "1", *files)
+    sentence, source, *_ = text.splitlines()
+    assert sentence.startswith("together on 1: meets TTFT 1000 ms and TPOT 60 ms for 95% of the")
+    assert source.startswith("measured on a processor, 2026-11-27, commit abcdef0; leave-one-out")
+    plan = json.loads(found.read_text())
+    assert plan["verdict"] == sentence
+    (split,) = plan["splits"]
+    assert (split["prefill"], split["decode"]) == (0, 1)
+    assert 2 < split["knee"] <= split["bound"]
+    assert len(plan["requests"]) == 20
+    # A chunk takes 62 ms and the router 1 ms.
+    assert plan["requests"][0]["timeline"]["ttft_seconds"] >= 0.06
+    assert set(plan["sensitivity"]) == {
+        f"{what} {sign}10%" for what in ("lengths", "rate", "step time") for sign in "-+"
+    }
+    config = load_config(written)
+    assert (config.model, config.prefill.replicas, config.decode.replicas) == (MODEL, 0, 1)
+
+
+def plan_of(prefill: int, decode: int, knee: float, at_rate: RateResult | None) -> SplitPlan:
+    return SplitPlan(
+        split=Split(prefill, decode),
+        num_devices=prefill + decode,
+        bound=9.0,
+        knee=knee,
+        at_rate=at_rate,
+    )
+
+
+def outcome(attainment: float, *, is_saturated: bool = False) -> RateResult:
+    result = SimulationResult(
+        requests=(), workers=(), seconds=1.0, router_busy_share=0.0, queue_seconds={}
+    )
+    return RateResult(rate=2.0, attainment=attainment, is_saturated=is_saturated, result=result)
+
+
+OBJECTIVE = Objective(limits={"ttft": 1000.0}, attainment=0.95)
+
+
+def test_the_cheapest_split_that_meets_the_objective_is_chosen() -> None:
+    plans = [
+        plan_of(0, 1, 1.5, outcome(0.9)),
+        plan_of(0, 2, 4.0, outcome(0.99)),
+        plan_of(1, 1, 5.0, outcome(0.96)),
+        plan_of(1, 2, 7.0, outcome(1.0)),
+        plan_of(2, 1, 3.0, outcome(1.0, is_saturated=True)),
+    ]
+    chosen = choose(plans, OBJECTIVE)
+    assert chosen is plans[2]
+    assert verdict(plans, chosen, 2.0, OBJECTIVE) == (
+        "1 + 1: meets TTFT 1000 ms for 95% of the requests up to 5 requests/s; together on 2 up to "
+        "4, 20% less (1 + 1: its prefill pool 0% and its decode pool 0% busy)"
+    )
+    assert choose(plans[:1], OBJECTIVE) is None
+    assert "the best, together on 1, meets it up to 1.5 requests/s" in verdict(
+        plans[:1], None, 2.0, OBJECTIVE
+    )
+    assert "at any rate" in verdict([plan_of(0, 1, 0.0, None)], None, 2.0, OBJECTIVE)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_no_simulation_exceeds_the_arithmetic_bound(prefill: int) -> None:
+    """At twice the bound the service is saturated, and its requests end at the bound's rate at
+    most.
+    """
+    site = MeasuredSite(make_profile(1, 2))
+    workload = PlannedWorkload.poisson(1.0, 128, 8, 60, seed=0)
+    planner = Planner(site, workload, OBJECTIVE)
+    split = Split(prefill, 2 - prefill)
+    bound = rate_bound(*site.service(split), workload)
+    found = planner.run(split, 2 * bound)
+    assert found.is_saturated
+    assert len(workload.requests) / found.result.seconds < bound
+
+
+def test_longer_steps_and_prompts_lower_the_attainment() -> None:
+    planner = Planner(
+        MeasuredSite(make_profile(1)),
+        PlannedWorkload.poisson(1.0, 128, 8, 40, seed=0),
+        Objective(limits={"ttft": 120.0}),
+    )
+    split = Split(0, 1)
+    usual = planner.run(split, 2.0).attainment
+    assert usual > 0.8
+    assert planner.run(split, 2.0, step_time=2.0).attainment < usual
+    assert planner.run(split, 2.0, lengths=2.0).attainment < usual
+
+
+def test_work_outside_the_measured_grid_is_refused() -> None:
+    site = MeasuredSite(make_profile(1))
+    with pytest.raises(InvalidArgument, match=r"outside the measured grid.*context-tokens 5128"):
+        Planner(site, PlannedWorkload.poisson(1.0, 5000, 128, 10, seed=0), OBJECTIVE).plan(
+            Split(0, 1)
+        )
+
+
+def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> None:
+    profile = make_profile(1, 2)
+    with pytest.raises(InvalidArgument, match=r"3 workers .* only 1 and 2.*--workers 3"):
+        MeasuredSite(profile).service(Split(1, 2))
+    with pytest.raises(InvalidArgument, match="--tp 2"):
+        MeasuredSite(profile).service(Split(0, 1, tp=2))
+    without = profile.model_copy(update={"transfer": None})
+    with pytest.raises(InvalidArgument, match="no measured transfer"):
+        MeasuredSite(without).service(Split(1, 1))
+    broken = tmp_path / "broken.json"
+    broken.write_text(profile_file.read_text().replace("token_bytes", "bytes"))
+    with pytest.raises(InvalidArgument, match=r"broken\.json: token_bytes: Field required"):
+        read_profile(broken)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--slo", "", *WORKLOAD), "--slo: must have a limit"),
+        (("--slo", "ttft=1h", *WORKLOAD), "--slo: ttft must be a time"),
+        ((*SLO, "--profile", "x.json"), "give --rate"),
+        ((*SLO, *WORKLOAD), "give one of --profile, --measure and --device"),
+        ((*SLO, *WORKLOAD, "--device", "h101"), "--device"),
+        ((*SLO, *WORKLOAD, "--device", "h100", "--tp", "0"), "--tp: must be numbers"),
+        ((*SLO, *WORKLOAD, "--attainment", "1.5", "--device", "h100"), "--attainment"),
+    ],
+)
+def test_wrong_options_are_named(args: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *args])
+    assert message in str(result.exception)
+
+
+def test_workers_on_cpus_share_one_machine() -> None:
+    site = MeasuredSite(make_profile(1, 2))
+    assert [site.num_devices(split) for split in list_splits(2, [1])] == [1, 1, 1]
+    on_gpus = MeasuredSite(make_profile(1).model_copy(update={"device": "cuda"}))
+    assert [on_gpus.num_devices(split) for split in list_splits(2, [1])] == [1, 2, 2]
+
+
+def test_splits() -> None:
+    assert list_splits(2, [1]) == [Split(0, 1), Split(0, 2), Split(1, 1)]
+    assert list_splits(4, [2]) == [Split(0, 1, 2), Split(0, 2, 2), Split(1, 1, 2)]
+    assert list_splits(1, [2]) == []
