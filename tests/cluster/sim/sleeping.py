@@ -28,6 +28,7 @@ from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
 from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 
+_LAG_SECONDS: Final = 0.005
 _MAX_GAP: Final = 0.5  # of a step: after a longer pause the worker had no work
 
 
@@ -64,6 +65,7 @@ class SleepingRun:
     requests: Sequence[SimulatedRequest]
     extra_seconds: float  # of a step, the median
     transfer_seconds: float  # of a KV transfer, the median
+    lag_share: float  # of the time: the event loop ran late, because the machine was busy
 
     def calibrate(self, costs: ServiceCosts) -> ServiceCosts:
         """Returns costs with the times of this host, which a busy machine prolongs."""
@@ -98,7 +100,10 @@ async def run_sleeping(
         admission = Admission(registry, max_queue_seconds=service.max_queue_seconds)
         dispatcher = Dispatcher(registry, admission, identity=IDENTITY)
         scope.push_async_callback(dispatcher.close)
+        lag = _Lag()
+        watching = asyncio.create_task(lag.watch())
         served = await _send(dispatcher, requests, tenants)
+        watching.cancel()
     active = [each.timeline.kv_transfer_active_seconds for each in served]
     return SleepingRun(
         requests=served,
@@ -106,7 +111,23 @@ async def run_sleeping(
             seconds for executor in executors for seconds in executor.extra_seconds
         ),
         transfer_seconds=statistics.median(active),
+        lag_share=lag.late_seconds / lag.seconds,
     )
+
+
+class _Lag:
+    """Measures how late an event loop wakes its tasks."""
+
+    late_seconds = 0.0
+    seconds = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(_LAG_SECONDS)
+            taken = time.monotonic() - began
+            self.seconds += taken
+            self.late_seconds += max(taken - 2 * _LAG_SECONDS, 0.0)
 
 
 async def _serve(

@@ -22,6 +22,7 @@ from tandem.tests.cluster.sim.sleeping import SleepingRun, run_sleeping
 MODEL_SECONDS = 0.05  # of a step: weights
 HOST_SECONDS = 0.02  # of a step: schedule, launch, sample
 TOLERANCE = 0.05
+MAX_LAG_SHARE = 0.02
 SEEDS = 4
 SCALES = (1.0, 2.0, 4.0)  # of all times: a busy machine needs longer steps
 
@@ -50,14 +51,24 @@ def make_service(workers: int, num_blocks: int = 60) -> SimulatedService:
 
 
 def make_requests(workers: int, scale: float) -> tuple[list[TracedRequest], list[str]]:
-    """One tenant sends many requests at once, another one a few soon after."""
-    many = [traced(0.01 * scale * n, 100 + 7 * n % 30, 20 + n % 5) for n in range(12 * workers)]
-    few = [traced((0.5 + 0.3 * n) * scale, 110, 18) for n in range(2 * workers)]
-    return many + few, ["many"] * len(many) + ["few"] * len(few)
+    """One tenant sends many requests at once, another one a few soon after.
+
+    Before them come requests that do not count, for which routers and workers connect.
+    """
+    warm = [traced(0.3 * scale * n, 110, 2) for n in range(2 * workers)]
+    start = 0.3 * (len(warm) + 2)
+    many = [
+        traced((start + 0.01 * n) * scale, 100 + 7 * n % 30, 20 + n % 5)
+        for n in range(12 * workers)
+    ]
+    few = [traced((start + 0.5 + 0.3 * n) * scale, 110, 18) for n in range(2 * workers)]
+    tenants = ["warm"] * len(warm) + ["many"] * len(many) + ["few"] * len(few)
+    return warm + many + few, tenants
 
 
 def figures(requests: Sequence[SimulatedRequest]) -> dict[str, float]:
     assert [each.record.failure for each in requests] == [None] * len(requests)
+    requests = [each for each in requests if each.tenant != "warm"]
     found = {
         f"mean TTFT, {tenant}": fmean(r.record.ttft for r in requests if r.tenant == tenant)
         for tenant in ("many", "few")
@@ -106,8 +117,11 @@ def test_a_service_that_sleeps_agrees_with_its_simulation() -> None:
     for scale in SCALES:
         requests, tenants = make_requests(2, scale)
         sleeping = run_sleeping(make_service(2), requests, COSTS.scaled(scale), tenants)
-        agrees, unseen = compare(2, asyncio.run(sleeping), scale)
+        run = asyncio.run(sleeping)
+        agrees, unseen = compare(2, run, scale)
         assert unseen == []
         if agrees:
             return
+    if run.lag_share > MAX_LAG_SHARE:
+        pytest.skip("the machine is too busy to run a service in real time")
     pytest.fail(f"no agreement within {TOLERANCE:.0%} in {len(SCALES)} runs")
