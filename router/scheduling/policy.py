@@ -5,19 +5,21 @@ that the worker still has to compute, the uncached part of this prompt, the tran
 that the decode worker lacks, and the slowdown of the running sequences by one more. Prefix affinity
 needs no rule, because it follows from the cost; requests with an affinity of their own prefer one
 worker even before its cache has their prefix. The prefill and the decode worker are each chosen
-by their own part of the cost, in O(P + D). Knows nothing of connections, clocks or text.
+by their own part of the cost, in O(P + D). pool.py bounds the number of candidates. Knows nothing
+of connections, clocks or text.
 """
 
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from ...proto.costs import NEUTRAL_COST, KvCost, LinearCost
 from ...proto.limits import mixed_chunk
 from .capacity import Capacity
+from .ranking import NEAR
 
 NEUTRAL_PREFILL: Final = LinearCost(fixed=1e-2, each=2e-4)
 NEUTRAL_TRANSFER: Final = LinearCost(fixed=1e-3, each=1e-9)
@@ -26,12 +28,6 @@ NEUTRAL_STEP_SECONDS: Final = 0.02
 
 A prompt of a few tokens takes about as long as one of fifty, because both read the weights once. So
 `fixed` must not be 0: a short first prompt would predict a far too long time for a long one.
-"""
-
-_NEAR: Final = 1.1
-"""Costs within a tenth of the least cost count as equal.
-
-Otherwise several routers with the same knowledge would all choose the same worker.
 """
 
 _AFFINE: Final = 2.0
@@ -55,9 +51,14 @@ _DEFAULT_SEQUENCES: Final = 64
 _DEFAULT_MIXED_CHUNK: Final = 512
 """The prompt tokens of a step that also decodes, for a worker that has not reported it."""
 
+_TYPICAL: Final = Capacity(sequences=1, prompt_tokens=512)
+"""The needs of a request by which the loads of workers are compared."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+_FULL: Final = 1e6
+"""Multiplies the load of a worker without capacity, which comes after all others."""
+
+
+class Candidate(NamedTuple):
     """Describes one worker at the moment of a placement, as the router knows it."""
 
     worker_id: str
@@ -114,25 +115,25 @@ def place(
         return None
     num_tokens = needed.prompt_tokens
     alone = [c for c in decode if not prefill or c.uncached(num_tokens) <= local_prefill_tokens]
-    single = _choose(alone, lambda c: colocated_seconds(needed, c), needed, rng, affinity)
+    single = _choose(alone, partial(colocated_seconds, needed), needed, rng, affinity)
     if not prefill:
         return Placement(prefill=None, decode=single.worker_id) if single else None
     prompt = needed._replace(sequences=1)  # the choices begin after the first token
     first = _choose(
         prefill,
-        lambda c: prefill_seconds(num_tokens, c) + _transfer_seconds(num_tokens, 0, c),
+        partial(source_seconds, num_tokens),
         prompt,
         rng,
         affinity,
     )
-    second = _choose(decode, lambda c: _decode_seconds(needed, c), needed, rng)
+    second = _choose(decode, partial(decode_seconds, needed), needed, rng)
     if first is None or second is None:
         return None
     if single is not None and _has_capacity(needed, single) >= _has_capacity(needed, second):
         num_cached = num_tokens - second.uncached(num_tokens)
-        source_seconds = _transfer_seconds(num_tokens, num_cached, first)
+        moving_seconds = _transfer_seconds(num_tokens, num_cached, first)
         disaggregated_seconds = prefill_seconds(num_tokens, first) + max(
-            _decode_seconds(needed, second), _crowding_seconds(needed, second) + source_seconds
+            decode_seconds(needed, second), _crowding_seconds(needed, second) + moving_seconds
         )
         if colocated_seconds(needed, single) < disaggregated_seconds:
             return Placement(prefill=None, decode=single.worker_id)
@@ -165,6 +166,11 @@ def prefill_seconds(num_tokens: int, candidate: Candidate) -> float:
     return candidate.queue_seconds + candidate.prefill.seconds(candidate.uncached(num_tokens))
 
 
+def source_seconds(num_tokens: int, candidate: Candidate) -> float:
+    """Returns the cost of the prefill worker: its prefill, and the transfer from it."""
+    return prefill_seconds(num_tokens, candidate) + _transfer_seconds(num_tokens, 0, candidate)
+
+
 def colocated_seconds(needed: Capacity, candidate: Candidate) -> float:
     """Predicts the seconds until a worker that does both prefill and decode decodes.
 
@@ -181,16 +187,42 @@ def colocated_seconds(needed: Capacity, candidate: Candidate) -> float:
     return candidate.queue_seconds + computing + _crowding_seconds(needed, candidate)
 
 
-def _transfer_seconds(num_tokens: int, num_cached: int, candidate: Candidate) -> float:
-    """Predicts the seconds to move a prompt of which the receiver has the first `num_cached`."""
-    return candidate.transfer.seconds(candidate.cost.moved_bytes(num_tokens, num_cached))
-
-
-def _decode_seconds(needed: Capacity, candidate: Candidate) -> float:
+def decode_seconds(needed: Capacity, candidate: Candidate) -> float:
     """Returns the cost of the decode worker: the transfer to it, and its slower steps."""
     num_tokens = needed.prompt_tokens
     moving = _transfer_seconds(num_tokens, num_tokens - candidate.uncached(num_tokens), candidate)
     return moving + _crowding_seconds(needed, candidate)
+
+
+class Load(NamedTuple):
+    """The predicted seconds of a typical request on a worker, which rank the workers of a pool."""
+
+    seconds: float  # without a cached prefix
+    compute_token_seconds: float  # saved by each cached token where the worker computes the prompt
+    move_token_seconds: float  # saved by each cached token where the worker fetches the KV cache
+
+
+NO_LOAD: Final = Load(0.0, 0.0, 0.0)
+
+
+def measure_load(candidate: Candidate, *, computes: bool) -> Load:
+    """Returns the load of a worker that computes prompts, or else of one that fetches them."""
+    num_tokens = _TYPICAL.prompt_tokens
+    move_token_seconds = 0.0
+    if computes:
+        seconds = source_seconds(num_tokens, candidate)
+    else:
+        seconds = candidate.queue_seconds + decode_seconds(_TYPICAL, candidate)
+        moving = _transfer_seconds(num_tokens, 0, candidate)
+        move_token_seconds = (moving - candidate.transfer.fixed) / num_tokens
+    if not _has_capacity(_TYPICAL, candidate):
+        seconds *= _FULL
+    return Load(seconds, candidate.prefill.each, move_token_seconds)
+
+
+def _transfer_seconds(num_tokens: int, num_cached: int, candidate: Candidate) -> float:
+    """Predicts the seconds to move a prompt of which the receiver has the first `num_cached`."""
+    return candidate.transfer.seconds(candidate.cost.moved_bytes(num_tokens, num_cached))
 
 
 def _crowding_seconds(needed: Capacity, candidate: Candidate) -> float:
@@ -222,12 +254,12 @@ def _choose(
         candidate for candidate in candidates if _has_capacity(needed, candidate)
     ] or candidates
     costs = [cost(candidate) for candidate in fitting]
-    limit = (_AFFINE if affinity else _NEAR) * min(costs, default=0.0)
+    limit = (_AFFINE if affinity else NEAR) * min(costs, default=0.0)
     near = [
         candidate for candidate, seconds in zip(fitting, costs, strict=True) if seconds <= limit
     ]
     if affinity:
-        return max(near, key=lambda c: _affinity_rank(affinity, c.worker_id), default=None)
+        return max(near, key=lambda c: affinity_rank(affinity, c.worker_id), default=None)
     if len(near) > 2:
         near = rng.sample(near, 2)
     elif rng.random() < 0.5:
@@ -237,7 +269,7 @@ def _choose(
     )
 
 
-def _affinity_rank(affinity: str, worker_id: str) -> bytes:
+def affinity_rank(affinity: str, worker_id: str) -> bytes:
     """Returns the rank of a worker for an affinity, the same in every router.
 
     This is rendezvous hashing: if a worker leaves, only its own requests go elsewhere.

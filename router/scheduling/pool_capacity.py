@@ -1,5 +1,6 @@
 """Sums the free capacity of the workers, minus reservations, and predicts their prefill backlog."""
 
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
@@ -8,6 +9,7 @@ from ...proto import worker_pb2
 from ...proto.costs import NEUTRAL_COST, LinearCost
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, UNBOUNDED, Capacity, required_capacity
+from .pool import PER_UNIT, Pool
 from .speeds import WorkerSpeeds
 from .worker_state import WorkerState
 
@@ -28,13 +30,13 @@ class PoolCapacity:
         speeds: WorkerSpeeds,
         *,
         local_prefill_tokens: int,
+        rng: random.Random,
     ) -> None:
         """`workers`: the live map of the registry. `local_prefill_tokens`: as in WorkerRegistry."""
-        self._workers = workers
         self.speeds = speeds
         self.cost = NEUTRAL_COST  # of KV cache on the workers, which all have the same model
         self._local_prefill_tokens = local_prefill_tokens
-        self._free = {_PREFILL: NO_CAPACITY, _DECODE: NO_CAPACITY}
+        self._pools = {role: Pool(role, workers, speeds, rng) for role in (_PREFILL, _DECODE)}
         self._stale: set[WorkerState] = set()  # workers to recount
         self._subscribers: list[Callable[[], object]] = []
         self._reserved: dict[str, Capacity] = {}  # by request id
@@ -46,8 +48,8 @@ class PoolCapacity:
         Returns None if no worker takes requests. If one pool has no workers, the other pool does
         its work.
         """
-        prefill = self._of(_PREFILL)
-        decode = self._of(_DECODE)
+        prefill = self.pool(_PREFILL).free
+        decode = self.pool(_DECODE).free
         if not decode.workers:
             decode = prefill
         if not decode.workers:
@@ -63,13 +65,7 @@ class PoolCapacity:
 
     def largest(self) -> Capacity | None:
         """Returns the most sequences and KV tokens of an empty decode worker; None without one."""
-        sizes = [worker.size for worker in self._workers.values() if worker.info.role == _DECODE]
-        if not sizes:
-            return None
-        return Capacity(
-            sequences=max(size.sequences for size in sizes),
-            kv_tokens=max(size.kv_tokens for size in sizes),
-        )
+        return self.pool(_DECODE).largest()
 
     def reserve(self, request: TokenRequest) -> None:
         """Reserves the capacity that a request needs until it is dispatched, or until `release`."""
@@ -89,25 +85,26 @@ class PoolCapacity:
         Assumes the recent cache hit rate. Also assumes that other routers send prompt tokens in
         proportion to their share of the sequences at the workers.
         """
-        pool = self._computing
-        if not pool:
+        role = self._computing
+        totals = self.pool(role).totals
+        unmeasured = totals.num_unmeasured / self.speeds.unmeasured_token_seconds(role)
+        speed = totals.speed / PER_UNIT + unmeasured
+        if not speed:
             return LinearCost(fixed=0.0, each=0.0)
-        token_seconds = 1 / sum(1 / self.speeds.token_seconds(worker) for worker in pool)
         uncached_rate = self.uncached_rate
-        own = sum(worker.own.sequences for worker in self._workers.values())
-        others = sum(worker.others.sequences for worker in self._workers.values())
-        pending = sum(worker.pending_tokens for worker in pool)
-        num_tokens = pending + uncached_rate * self._total_reserved.prompt_tokens
+        own = sum(pool.totals.own_sequences for pool in self._pools.values())
+        others = sum(pool.totals.other_sequences for pool in self._pools.values())
+        num_tokens = totals.pending_tokens + uncached_rate * self._total_reserved.prompt_tokens
         return LinearCost(
-            fixed=num_tokens * token_seconds,
-            each=uncached_rate * token_seconds * (1 + others / max(own, 1)),
+            fixed=num_tokens / speed,
+            each=uncached_rate / speed * (1 + others / max(own, 1)),
         )
 
     @property
     def uncached_rate(self) -> float:
         """Returns the recent uncached share of a prompt: the mean of the workers that prefill."""
-        rates = [worker.uncached_rate for worker in self._computing]
-        return sum(rates) / len(rates) if rates else 1.0
+        pool = self.pool(self._computing)
+        return pool.totals.uncached / PER_UNIT / pool.free.workers if pool.free.workers else 1.0
 
     def subscribe(self, on_free: Callable[[], object]) -> Callable[[], None]:
         """Calls `on_free` when capacity may have become free; returns a function that ends this."""
@@ -130,30 +127,22 @@ class PoolCapacity:
     def remove(self, worker: WorkerState) -> None:
         """Removes the free capacity of a worker that has left."""
         self._stale.discard(worker)
-        self._free[worker.info.role] -= worker.free
+        self._pools[worker.info.role].remove(worker.info.worker_id)
+
+    def pool(self, role: "worker_pb2.Role") -> Pool:
+        """Returns the workers of a role, counted."""
+        self._count_stale()
+        return self._pools[role]
 
     @property
-    def _computing(self) -> list[WorkerState]:
-        """Returns the workers that compute prompts."""
-        role = _PREFILL if self._of(_PREFILL).workers else _DECODE
-        return [
-            worker
-            for worker in self._workers.values()
-            if worker.info.role == role and worker.takes_requests
-        ]
-
-    def _of(self, role: "worker_pb2.Role") -> Capacity:
-        """Returns the free capacity of the workers of this role."""
-        self._count_stale()
-        return self._free[role]
+    def _computing(self) -> "worker_pb2.Role":
+        """Returns the role of the workers that compute prompts."""
+        return _PREFILL if self.pool(_PREFILL).free.workers else _DECODE
 
     def _count_stale(self) -> None:
         while self._stale:
             self._count(self._stale.pop())
 
     def _count(self, worker: WorkerState) -> None:
-        before = worker.free
-        worker.free = worker.measure_free(self.speeds.token_seconds(worker))
-        self._free[worker.info.role] += worker.free - before
-        if worker.free.exceeds(before):
+        if self._pools[worker.info.role].count(worker):
             self.notify()

@@ -6,8 +6,9 @@ time.
 """
 
 import functools
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -42,8 +43,11 @@ class Prefix:
 class _Cache:
     """Holds one worker's blocks, the least recently used first."""
 
-    def __init__(self, bit: int, spacing: _Spacing, capacity: int, *, is_sparse: bool) -> None:
+    def __init__(
+        self, bit: int, pool: int, spacing: _Spacing, capacity: int, *, is_sparse: bool
+    ) -> None:
         self.bit = bit
+        self.pool = pool
         self.spacing = spacing
         self.capacity = capacity
         self.is_sparse = is_sparse
@@ -52,12 +56,83 @@ class _Cache:
         self.reports = False  # True after the first report
 
 
+class Matches(Mapping[str, int]):
+    """Maps the workers that hold the beginning of a prompt to the number of tokens that they hold.
+
+    Looks workers up when they are asked for, because a common beginning is on all workers.
+    """
+
+    def __init__(
+        self,
+        levels: list[tuple[int, int]],
+        caches: Mapping[str, _Cache],
+        names: Mapping[int, str],
+        pools: Mapping[int, int],
+    ) -> None:
+        """`levels`: numbers of tokens, and the bits of the workers with this many.
+
+        The other parameters are those of the index, by id, by bit and by pool.
+        """
+        self._levels = sorted(levels, reverse=True)
+        self._caches = caches
+        self._names = names
+        self._pools = pools
+
+    def __getitem__(self, worker_id: str) -> int:
+        bit = self._caches[worker_id].bit
+        for num_tokens, bits in self._levels:
+            if bits & bit:
+                return num_tokens
+        raise KeyError(worker_id)
+
+    def __iter__(self) -> Iterator[str]:
+        return (worker_id for _, bits in self._levels for worker_id in self._named(_bits(bits)))
+
+    def __len__(self) -> int:
+        return sum(bits.bit_count() for _, bits in self._levels)
+
+    def longest(self, pool: int, count: int, rng: random.Random) -> list[tuple[str, int]]:
+        """Returns at most `count` workers of a pool and their tokens, the most tokens first.
+
+        If `count` ends among workers with equal tokens, it takes neighbours from a random one on.
+        """
+        members = self._pools.get(pool, 0)
+        found: list[tuple[str, int]] = []
+        for num_tokens, bits in self._levels:
+            holding = bits & members
+            missing = count - len(found)
+            if holding.bit_count() > missing:
+                start = rng.randrange(holding.bit_length())
+                upper = holding >> start << start
+                chosen = [*_bits(upper, missing), *_bits(holding ^ upper, missing)][:missing]
+            else:
+                chosen = list(_bits(holding))
+            found += [(worker_id, num_tokens) for worker_id in self._named(chosen)]
+            if len(found) == count:
+                break
+        return found
+
+    def _named(self, bits: Iterable[int]) -> Iterator[str]:
+        """Yields the workers of these bits that are still in the index."""
+        return (self._names[bit] for bit in bits if bit in self._names)
+
+
+def _bits(number: int, count: int = -1) -> Iterator[int]:
+    """Yields the lowest `count` bits that are set; all by default."""
+    while number and count:
+        lowest = number & -number
+        yield lowest
+        number ^= lowest
+        count -= 1
+
+
 class PrefixIndex:
     """Maps block hashes to the workers that hold them; each worker is one bit of a number."""
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
         self._names: dict[int, str] = {}  # worker ids by bit
+        self._pools: dict[int, int] = {}  # the bits of the workers in each pool
         # The bits of the workers with this spacing: of contiguous blocks, and of sparse points.
         self._dense: dict[_Spacing, int] = {}
         self._sparse: dict[_Spacing, int] = {}
@@ -74,11 +149,13 @@ class PrefixIndex:
         block_size: int,
         capacity: int = 0,
         *,
+        pool: int = 0,
         stride: int = 1,
         is_sparse: bool = False,
     ) -> None:
         """Adds a worker with an empty cache of `capacity` blocks; 0 means DEFAULT_CAPACITY.
 
+        `pool`: the number of its pool, see Matches.longest.
         The worker reports the hashes of every `stride`-th block: of contiguous ones or, if
         `is_sparse`, of points that each stand for the whole prefix before them.
         """
@@ -88,9 +165,10 @@ class PrefixIndex:
         )
         spacing = _Spacing(block_size, stride)
         self._caches[worker_id] = _Cache(
-            bit, spacing, capacity or DEFAULT_CAPACITY, is_sparse=is_sparse
+            bit, pool, spacing, capacity or DEFAULT_CAPACITY, is_sparse=is_sparse
         )
         self._names[bit] = worker_id
+        self._pools[pool] = self._pools.get(pool, 0) | bit
         sizes = self._sparse if is_sparse else self._dense
         sizes[spacing] = sizes.get(spacing, 0) | bit
 
@@ -101,33 +179,40 @@ class PrefixIndex:
             return
         self._drop(cache, list(cache.blocks))
         del self._names[cache.bit]
+        self._pools[cache.pool] ^= cache.bit
         sizes = self._sparse if cache.is_sparse else self._dense
         sizes[cache.spacing] ^= cache.bit
         if not sizes[cache.spacing]:
             del sizes[cache.spacing]
 
-    def match(self, prefix: Prefix) -> dict[str, int]:
-        """Returns the number of leading prompt tokens that each worker holds, if any."""
-        found: dict[str, int] = {}
+    def match(self, prefix: Prefix) -> Matches:
+        """Returns the number of leading prompt tokens that each worker holds, if any.
+
+        The result is valid until the index changes.
+        """
+        levels: list[tuple[int, int]] = []
         for spacing, bits in self._dense.items():
             num_tokens = 0
             for digest in spacing.chain(prefix):
                 holding = bits & self._holders.get(digest, 0)
-                self._record(bits ^ holding, num_tokens, found)
+                if holding != bits and num_tokens:
+                    levels.append((num_tokens, bits ^ holding))
                 bits = holding
                 if not bits:
                     break
                 num_tokens += spacing.block_size * spacing.stride
-            self._record(bits, num_tokens, found)
+            if bits and num_tokens:
+                levels.append((num_tokens, bits))
         for spacing, bits in self._sparse.items():
             chain = spacing.chain(prefix)
             for index in range(len(chain), 0, -1):
                 holding = bits & self._holders.get(chain[index - 1], 0)
-                self._record(holding, index * spacing.block_size * spacing.stride, found)
-                bits ^= holding
-                if not bits:
-                    break
-        return found
+                if holding:
+                    levels.append((index * spacing.block_size * spacing.stride, holding))
+                    bits ^= holding
+                    if not bits:
+                        break
+        return Matches(levels, self._caches, self._names, self._pools)
 
     def expect(self, worker_id: str, prefix: Prefix) -> None:
         """Adds the blocks of a prompt that was sent to the worker, which will soon hold them."""
@@ -174,24 +259,24 @@ class PrefixIndex:
         assert held == self._holders
         assert self._names == {cache.bit: worker_id for worker_id, cache in self._caches.items()}
 
-    def _record(self, bits: int, num_tokens: int, found: dict[str, int]) -> None:
-        while bits and num_tokens:
-            lowest = bits & -bits
-            found[self._names[lowest]] = num_tokens
-            bits ^= lowest
-
     def _put(self, cache: _Cache, digest: bytes, *, reported: bool) -> None:
+        if digest in cache.blocks:
+            cache.blocks.move_to_end(digest)
+        else:
+            # Most blocks are on one worker, and share the number of its bit: with 1,000 workers, a
+            # number of its own takes 160 bytes.
+            holders = self._holders.get(digest)
+            self._holders[digest] = cache.bit if holders is None else holders | cache.bit
         cache.blocks[digest] = reported
-        cache.blocks.move_to_end(digest)
-        self._holders[digest] = self._holders.get(digest, 0) | cache.bit
 
     def _drop(self, cache: _Cache, digests: Iterable[bytes]) -> None:
         for digest in digests:
             del cache.blocks[digest]
-            if holders := self._holders[digest] & ~cache.bit:
-                self._holders[digest] = holders
-            else:
+            holders = self._holders[digest]
+            if holders == cache.bit:
                 del self._holders[digest]
+            else:
+                self._holders[digest] = holders ^ cache.bit
 
     def _trim(self, cache: _Cache) -> None:
         while len(cache.blocks) > cache.capacity:

@@ -3,7 +3,7 @@
 Knows nothing of requests. The caller provides the clock.
 """
 
-import math
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Final
 
@@ -16,7 +16,7 @@ So a worker that was slow, and therefore unused, is tried again.
 """
 
 _REFRESH: Final = 1.0
-"""Seconds for which the best worker and the aged estimates are cached."""
+"""Seconds for which an aged estimate is cached."""
 
 
 class Rates:
@@ -33,9 +33,16 @@ class Rates:
         self._clock = clock
         self._fits: dict[str, LinearFit] = {}
         self._observed: dict[str, float] = {}  # time of the last observation
-        self._costs: dict[str, LinearCost] = {}  # valid as long as `_best`
+        # Seconds for the typical amount and worker id, the fastest worker first.
+        self._ordered: list[tuple[float, str]] = []
+        self._seconds: dict[str, float] = {}  # those in `_ordered`
         self._best = neutral
-        self._best_until = -math.inf
+        # By worker: the time until which an aged estimate is cached, and the estimate.
+        self._aged: dict[str, tuple[float, LinearCost]] = {}
+
+    def __contains__(self, worker_id: str) -> bool:
+        """Returns True if there is an observation of the worker."""
+        return worker_id in self._fits
 
     @property
     def known(self) -> bool:
@@ -44,43 +51,54 @@ class Rates:
 
     def observe(self, worker_id: str, amount: float, seconds: float) -> None:
         """Adds an observation: the worker took `seconds` for work of `amount`."""
-        if worker_id not in self._fits:
-            self._best_until = -math.inf
-        self._fits.setdefault(worker_id, LinearFit()).observe(amount, seconds, self._neutral)
+        fit = self._fits.setdefault(worker_id, LinearFit())
+        fit.observe(amount, seconds, self._neutral)
         self._observed[worker_id] = self._clock()
-        self._costs.pop(worker_id, None)
+        self._aged.pop(worker_id, None)
+        self._remove(worker_id)
+        typical = self._seconds[worker_id] = fit.cost(self._neutral).seconds(self._typical)
+        insort(self._ordered, (typical, worker_id))
+        self._update_best()
 
     def forget(self, worker_id: str) -> None:
         """Removes the observations of a worker that has left or restarted."""
         if self._fits.pop(worker_id, None) is not None:
             del self._observed[worker_id]
-            self._best_until = -math.inf
+            self._aged.pop(worker_id, None)
+            self._remove(worker_id)
+            self._update_best()
 
     def best(self) -> LinearCost:
         """Returns the cost on the fastest worker."""
-        now = self._clock()
-        if now >= self._best_until:
-            costs = [fit.cost(self._neutral) for fit in self._fits.values()]
-            self._best = min(
-                costs, key=lambda cost: cost.seconds(self._typical), default=self._neutral
-            )
-            self._best_until = now + _REFRESH
-            self._costs.clear()
         return self._best
 
     def cost(self, worker_id: str) -> LinearCost:
         """Returns the current estimate for one worker."""
-        best = self.best()  # clears `_costs` when it is outdated
-        cost = self._costs.get(worker_id)
-        if cost is None:
-            cost = self._aged(worker_id, best) if worker_id in self._fits else best
-            self._costs[worker_id] = cost
+        if worker_id not in self._fits:
+            return self._best
+        now = self._clock()
+        until, cost = self._aged.get(worker_id, (now, self._best))
+        if now >= until:
+            cost = self._age(worker_id, now)
+            self._aged[worker_id] = now + _REFRESH, cost
         return cost
 
-    def _aged(self, worker_id: str, best: LinearCost) -> LinearCost:
+    def _age(self, worker_id: str, now: float) -> LinearCost:
+        best = self._best
         own = self._fits[worker_id].cost(best)
-        weight = 0.5 ** ((self._clock() - self._observed[worker_id]) / _HALF_LIFE)
+        weight = 0.5 ** ((now - self._observed[worker_id]) / _HALF_LIFE)
         return LinearCost(
             fixed=best.fixed + weight * (own.fixed - best.fixed),
             each=best.each + weight * (own.each - best.each),
         )
+
+    def _remove(self, worker_id: str) -> None:
+        """Removes a worker from the order, if it is there."""
+        if (seconds := self._seconds.pop(worker_id, None)) is not None:
+            del self._ordered[bisect_left(self._ordered, (seconds, worker_id))]
+
+    def _update_best(self) -> None:
+        self._best = self._neutral
+        if self._ordered:
+            _, fastest = self._ordered[0]
+            self._best = self._fits[fastest].cost(self._neutral)

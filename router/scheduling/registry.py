@@ -1,13 +1,14 @@
 """Tracks the workers for a router and places requests on them.
 
 The registry combines the directory's list, the workers' reports, their observed speeds and the
-requests that this router has dispatched. It knows of other routers only by the workers' reports.
+requests that this router has dispatched. Placements and reports do not scan all workers (pool.py).
+It knows of other routers only by the workers' reports.
 """
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
@@ -22,8 +23,9 @@ from .policy import (
     choose_holder,
     place,
 )
+from .pool import MAX_CANDIDATES, make_candidate
 from .pool_capacity import PoolCapacity
-from .prefix_index import Prefix, PrefixIndex
+from .prefix_index import Matches, Prefix, PrefixIndex
 from .speeds import WorkerSpeeds
 from .worker_state import WorkerState
 
@@ -36,7 +38,7 @@ class _Lookup(NamedTuple):
 
     request: TokenRequest
     prefix: Prefix
-    matched: dict[str, int]
+    matched: Matches
 
 
 class WorkerRegistry:
@@ -74,13 +76,19 @@ class WorkerRegistry:
         self._prefixes = PrefixIndex()
         self._speeds = WorkerSpeeds(clock)
         self.capacity = PoolCapacity(
-            self._workers, self._speeds, local_prefill_tokens=local_prefill_tokens
+            self._workers,
+            self._speeds,
+            local_prefill_tokens=local_prefill_tokens,
+            rng=self._rng,
         )
         # Kept from the last placement, so that a prompt is hashed and looked up once.
         self._last_lookup: _Lookup | None = None
 
     def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Applies the directory's whole list; a worker with a new epoch starts empty."""
+        """Applies the directory's whole list; a worker with a new epoch starts empty.
+
+        Skips entries that are the same objects as before, so never change an entry.
+        """
         known = self._workers
         listed = set()
         for info in workers:
@@ -89,6 +97,8 @@ class WorkerRegistry:
             worker_id = info.worker_id
             listed.add(worker_id)
             worker = known.get(worker_id)
+            if worker is not None and worker.info is info:
+                continue
             if worker is not None and worker.info.epoch != info.epoch:
                 self._remove(worker_id)
                 worker = None
@@ -105,14 +115,6 @@ class WorkerRegistry:
         for worker_id in known.keys() - listed:
             self._remove(worker_id)
         self.capacity.notify()
-
-    def update_loads(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Applies the directory's loads of listed workers; reads only id, epoch and load."""
-        for info in workers:
-            worker = self._workers.get(info.worker_id)
-            if worker is not None and worker.info.epoch == info.epoch:
-                self._take_load(worker, info.load)
-                self.capacity.recount(worker)
 
     def report(self, worker_id: str, epoch: int, message: worker_pb2.SessionResponse) -> None:
         """Applies a session's report of a worker's load and prefix cache.
@@ -193,10 +195,9 @@ class WorkerRegistry:
 
     def has_other(self, worker_id: str) -> bool:
         """Returns True if a decode worker other than this one takes requests."""
-        return any(
-            worker.info.role == _DECODE and worker.takes_requests and other_id != worker_id
-            for other_id, worker in self._workers.items()
-        )
+        worker = self._workers.get(worker_id)
+        is_one = worker is not None and worker.info.role == _DECODE and worker.takes_requests
+        return self.capacity.pool(_DECODE).free.workers > is_one
 
     def place(
         self,
@@ -217,7 +218,7 @@ class WorkerRegistry:
         Returns None if there is no worker, or no decode worker that can continue after `prefill`.
         """
         matched = self._look_up(request).matched
-        decode = self._candidates(_DECODE, avoid, matched)
+        find = partial(self._candidates, matched, request.affinity, avoid, is_resumed=is_resumed)
         sources: list[Candidate] = []
         local_tokens = 0
         if prefill is not None:
@@ -225,14 +226,12 @@ class WorkerRegistry:
             sources = [
                 Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)
             ]
-        elif decode and not colocated:
-            sources = self._candidates(_PREFILL, avoid, matched)
+        elif not colocated:
+            sources = find(_PREFILL, computes=True)
             local_tokens = self._local_prefill_tokens
-        elif not decode:
-            decode = self._candidates(_PREFILL, avoid, matched)
-        if is_resumed:
-            sources = [self._ahead(candidate) for candidate in sources]
-            decode = [self._ahead(candidate) for candidate in decode]
+        decode = find(_DECODE, computes=not sources)
+        if not decode and prefill is None:
+            decode, sources = sources or find(_PREFILL, computes=True), []
         return place(
             required_capacity(request, self.capacity.cost),
             sources,
@@ -252,17 +251,17 @@ class WorkerRegistry:
         if worker is None:
             return None
         matched = self._last_look_up(request).matched
+        holders = matched.longest(_DECODE, MAX_CANDIDATES, self._rng)
         others = [
-            self._candidate(other, matched, NEUTRAL_STEP_SECONDS)
-            for worker_id in matched
-            if (other := self._workers[worker_id]).info.role == _DECODE
-            and other.takes_requests
+            make_candidate(other, self._speeds, num_tokens)
+            for worker_id, num_tokens in holders
+            if (other := self._workers[worker_id]).takes_requests
             and other.info.address
             and other.info.layout == worker.info.layout
         ]
         chosen = choose_holder(
             len(request.submit.token_ids),
-            self._candidate(worker, matched, NEUTRAL_STEP_SECONDS),
+            make_candidate(worker, self._speeds, matched.get(prefill, 0)),
             others,
         )
         if chosen is None:
@@ -337,6 +336,7 @@ class WorkerRegistry:
             info.worker_id,
             cost.block_size,
             info.load.total_blocks,
+            pool=info.role,
             stride=cost.report_blocks,
             is_sparse=cost.has_sparse_points,
         )
@@ -357,38 +357,29 @@ class WorkerRegistry:
         return found if found is not None and found.request is request else self._look_up(request)
 
     def _candidates(
-        self, role: "worker_pb2.Role", avoid: Collection[str], matched: Mapping[str, int]
+        self,
+        matched: Matches,
+        affinity: str,
+        avoid: Collection[str],
+        role: "worker_pb2.Role",
+        *,
+        computes: bool,
+        is_resumed: bool,
     ) -> list[Candidate]:
-        found = [
-            worker
-            for worker_id, worker in self._workers.items()
-            if worker.info.role == role and worker.takes_requests and worker_id not in avoid
-        ]
+        found = self.capacity.pool(role).select(
+            matched, avoid, computes=computes, is_resumed=is_resumed, affinity=affinity
+        )
         steps = [worker.load.step_seconds for worker in found if worker.load.step_seconds]
         step_seconds = min(steps, default=NEUTRAL_STEP_SECONDS)
-        return [self._candidate(worker, matched, step_seconds) for worker in found]
+        candidates = [
+            make_candidate(
+                worker, self._speeds, matched.get(worker.info.worker_id, 0), step_seconds
+            )
+            for worker in found
+        ]
+        return [self._ahead(each) for each in candidates] if is_resumed else candidates
 
     def _ahead(self, candidate: Candidate) -> Candidate:
         """Returns the candidate as seen by a request that jumps its queue."""
-        worker = self._workers.get(candidate.worker_id)
-        pending = 0 if worker is None else worker.ahead_tokens
-        return replace(candidate, pending_tokens=pending, num_pending=0, prefill=NEUTRAL_PREFILL)
-
-    def _candidate(
-        self, worker: WorkerState, matched: Mapping[str, int], step_seconds: float
-    ) -> Candidate:
-        info = worker.info
-        return Candidate(
-            worker_id=info.worker_id,
-            pending_tokens=worker.pending_tokens,
-            num_pending=worker.own.prompts + worker.others.prompts,
-            num_requests=worker.own.sequences + worker.others.sequences,
-            free_tokens=worker.free_tokens,
-            matched_tokens=matched.get(info.worker_id, 0),
-            max_sequences=info.max_sequences,
-            mixed_chunk_tokens=info.mixed_chunk_tokens,
-            cost=worker.cost,
-            prefill=self._speeds.prefill_cost(worker),
-            transfer=self._speeds.transfer.cost(info.worker_id),
-            step_seconds=worker.load.step_seconds or step_seconds,
-        )
+        pending = self._workers[candidate.worker_id].ahead_tokens
+        return candidate._replace(pending_tokens=pending, num_pending=0, prefill=NEUTRAL_PREFILL)

@@ -37,18 +37,32 @@ class WorkerSpeeds:
     def prefill_cost(self, worker: WorkerState) -> LinearCost:
         """Returns the cost of a prompt; without observations of its role, the other role's best."""
         own = self._prefill[worker.info.role]
-        if own.known:
-            return own.cost(worker.info.worker_id)
-        is_prefill = worker.info.role == worker_pb2.ROLE_PREFILL
-        other = worker_pb2.ROLE_DECODE if is_prefill else worker_pb2.ROLE_PREFILL
-        return self._prefill[other].best()
+        return own.cost(worker.info.worker_id) if own.known else self._best(worker.info.role)
 
     def token_seconds(self, worker: WorkerState) -> float:
         """Returns the seconds per prompt token of a busy worker, as reported or else predicted."""
         reported = worker.load.prompt_token_seconds
         return max(reported or self.prefill_cost(worker).each, _MIN_SECONDS)
 
+    def is_measured(self, worker: WorkerState) -> bool:
+        """Returns True if the worker has reported its speed, or this router has observed it."""
+        own = self._prefill[worker.info.role]
+        return bool(worker.load.prompt_token_seconds) or worker.info.worker_id in own
+
+    def unmeasured_token_seconds(self, role: "worker_pb2.Role") -> float:
+        """Returns the seconds per prompt token of the workers of a role that are not measured."""
+        return max(self._best(role).each, _MIN_SECONDS)
+
     def min_prefill_seconds(self) -> float:
         """Returns the time of the fastest worker for one token; 0 before the first measurement."""
         rates = self._prefill[worker_pb2.ROLE_PREFILL]
         return rates.best().seconds(1) if rates.known else 0.0
+
+    def _best(self, role: "worker_pb2.Role") -> LinearCost:
+        """Returns the cost on the fastest worker of a role, or of the other one if unknown."""
+        own = self._prefill[role]
+        if own.known:
+            return own.best()
+        is_prefill = role == worker_pb2.ROLE_PREFILL
+        other = worker_pb2.ROLE_DECODE if is_prefill else worker_pb2.ROLE_PREFILL
+        return self._prefill[other].best()

@@ -41,7 +41,6 @@ class WorkerState:
     # The uncached share of the prompts that this router sent; a moving mean.
     uncached_rate: float = 1.0
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)  # the last report
-    free: Capacity = NO_CAPACITY
     cost: KvCost = field(init=False)  # of KV cache
     is_lost: bool = False  # the last session broke, and no later one has reported anything
     _others: Capacity | None = NO_CAPACITY  # None: not computed since the last report
@@ -140,13 +139,13 @@ class WorkerState:
         """Returns the sequences and the KV cache of the empty worker; unbounded until reported."""
         return Capacity(
             sequences=self.info.max_sequences or UNBOUNDED,
-            kv_tokens=self.load.total_blocks * self.info.block_size or UNBOUNDED,
+            kv_tokens=self._kv_tokens,
         )
 
     @property
     def free_tokens(self) -> int:
         """Returns the KV cache tokens that are free or cached after all sent requests arrive."""
-        return max(self.size.kv_tokens - self.own.kv_tokens - self.others.kv_tokens, 0)
+        return max(self._kv_tokens - self.own.kv_tokens - self.others.kv_tokens, 0)
 
     def measure_free(self, token_seconds: float) -> Capacity:
         """Returns the free capacity of a worker that takes `token_seconds` per prompt token."""
@@ -154,9 +153,15 @@ class WorkerState:
             return NO_CAPACITY
         look_ahead = int(_LOOK_AHEAD_SECONDS / token_seconds)
         look_ahead = min(max(look_ahead, _MIN_LOOK_AHEAD_TOKENS), _MAX_LOOK_AHEAD_TOKENS)
+        max_sequences = self.info.max_sequences or UNBOUNDED
         return Capacity(
             workers=1,
-            sequences=self.size.sequences - self.own.sequences - self.others.sequences,
-            prompt_tokens=look_ahead - self.pending_tokens,
+            sequences=max(max_sequences - self.own.sequences - self.others.sequences, 0),
+            prompt_tokens=max(look_ahead - self.pending_tokens, 0),
             kv_tokens=self.free_tokens,
-        ).clipped()
+        )
+
+    @property
+    def _kv_tokens(self) -> int:
+        """Returns the size of the KV cache."""
+        return self.load.total_blocks * self.info.block_size or UNBOUNDED

@@ -260,6 +260,7 @@ class Simulation:
         heapq.heappush(self._events, (self._clock.now + seconds, next(self._order), event))
 
     def run(self) -> Figures:
+        """Simulates the conversations of the traffic."""
         systems = [
             self._tokens(self._traffic.system_tokens) for _ in range(self._traffic.system_prompts)
         ]
@@ -268,6 +269,10 @@ class Simulation:
             begin += self._rng.expovariate(self._traffic.per_second)
             history = self._rng.choice(systems)
             self.after(begin, lambda history=history: self._turn(history, self._traffic.turns))  # type: ignore[misc]
+        return self.finish()
+
+    def finish(self) -> Figures:
+        """Simulates until nothing happens any more."""
         while self._events:
             self._clock.now, _, event = heapq.heappop(self._events)
             event()
@@ -288,16 +293,23 @@ class Simulation:
     def _turn(self, history: tuple[int, ...], turns: int) -> None:
         prompt = history + self._tokens(self._rng.randint(*self._traffic.turn_tokens))
         answer = self._tokens(self._rng.randint(*self._traffic.answer_tokens))
-        asked = request(prompt, str(next(self._order)), max_tokens=len(answer))
-        registry = self._rng.choice(self.registries)
-        placement = self._place(registry, asked)
-        assert placement is not None
-        arrived = self._clock.now
 
         def done() -> None:
             if turns > 1:
                 think = self._rng.expovariate(1 / self._traffic.think_seconds)
                 self.after(think, lambda: self._turn(prompt + answer, turns - 1))
+
+        self.ask(prompt, answer, done)
+
+    def ask(
+        self, prompt: tuple[int, ...], answer: tuple[int, ...], done: Callable[[], None]
+    ) -> None:
+        """Sends a request to a random router; calls `done` when it has ended."""
+        asked = request(prompt, str(next(self._order)), max_tokens=len(answer))
+        registry = self._rng.choice(self.registries)
+        placement = self._place(registry, asked)
+        assert placement is not None
+        arrived = self._clock.now
 
         def first_token(one: SimulatedRequest) -> None:
             self._ttfts.append(self._clock.now - arrived)

@@ -3,7 +3,6 @@
 import copy
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -264,7 +263,7 @@ def test_a_prefix_is_fetched_only_where_that_is_faster(
 
     The last token of a prompt is always computed.
     """
-    decode = [replace(one, transfer=transfer) for one in decode]
+    decode = [one._replace(transfer=transfer) for one in decode]
     for first in prefill:
         found = choose_holder(num_tokens, first, decode)
         most = max((one.matched_tokens for one in decode), default=0)

@@ -351,34 +351,43 @@ def test_two_routers_count_each_others_requests_and_their_ends() -> None:
         assert sequences_of(registry) == 10 - 2
     other.ended("d0", "1")
     mine.ended("d0", "1")
-    described = info("d0", ROLE_DECODE, max_sequences=10)
+    newer, older = (info("d0", ROLE_DECODE, max_sequences=10) for _ in range(2))
+    newer.load.CopyFrom(idle)
+    older.load.CopyFrom(busy)
     for registry in (mine, other):
         assert sequences_of(registry) == 10 - 1
-        described.load.CopyFrom(idle)
-        registry.update([described])
+        registry.update([newer])
         assert sequences_of(registry) == 10
         report(registry, "d0", load=busy)  # overtaken by the heartbeat
         assert sequences_of(registry) == 10
-        described.load.CopyFrom(busy)
-        registry.update([described])
+        registry.update([older])
         assert sequences_of(registry) == 10
 
 
 def test_loads_from_the_directory_count_unless_a_session_has_reported_newer_ones() -> None:
-    registry = registry_of(1, 1, max_sequences=10)
+    registry = registry_of(0, 1, max_sequences=10)
     report(registry, "d0", load=load(num_running=4, version=2))
 
-    def learn(epoch: int, version: int, num_running: int) -> int:
-        newer = load(num_running=num_running, version=version)
-        registry.update_loads([worker_pb2.WorkerInfo(worker_id="d0", epoch=epoch, load=newer)])
+    def learn(version: int, num_running: int) -> int:
+        listed = info("d0", ROLE_DECODE, max_sequences=10)
+        listed.load.CopyFrom(load(num_running=num_running, version=version))
+        registry.update([listed])
         return 10 - sequences_of(registry)
 
-    registry.update_loads([worker_pb2.WorkerInfo(worker_id="gone", epoch=1, load=load(version=9))])
-    epoch = registry.loads()[-1][0].epoch
-    assert learn(epoch, 2, 5) == 4
-    assert learn(epoch, 1, 5) == 4
-    assert learn(epoch + 1, 9, 5) == 4
-    assert learn(epoch, 3, 6) == 6
+    assert learn(2, 5) == 4
+    assert learn(1, 5) == 4
+    assert learn(3, 6) == 6
+
+
+def test_an_unchanged_list_counts_no_worker_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = registry_of(2, 2)
+    registry.capacity.subscribe(lambda: None)
+    counted: list[str] = []
+    monkeypatch.setattr(
+        registry.capacity, "recount", lambda worker: counted.append(worker.info.worker_id)
+    )
+    registry.update([*registry.workers(), info("d7", ROLE_DECODE)])
+    assert counted == ["d7"]
 
 
 def test_capacity_is_counted_when_it_is_read_or_subscribed(
