@@ -384,4 +384,3 @@ class Router(Replica):
             if has_moved:
                 await self._members.update(watcher.workers, watcher.routers)
                 await runtime.update(self._members.fitting)
-            runtime.update_loads(watcher.loads)

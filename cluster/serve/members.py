@@ -7,9 +7,8 @@ A member that is silent for `expiry` seconds is dropped. Heartbeats fill a direc
 restarted.
 
 Routers poll for the changes since their last poll. A change of the membership, or of any fact that
-routers use, ends their polls at once. The workers' loads change with every heartbeat and end polls
-at most every `LOAD_SECONDS`; routers receive the loads of the workers that they use from their
-sessions, step by step.
+routers use, ends their polls at once. The workers' loads change with every heartbeat and end no
+poll; routers receive the loads from their sessions with the workers.
 """
 
 import asyncio
@@ -29,7 +28,6 @@ from .storage.host import StorageHost
 
 EXPIRY_SECONDS: Final = 10.0
 HEARTBEAT_SECONDS: Final = 1.0
-LOAD_SECONDS: Final = 0.25  # from the start of a poll until loads alone end it
 
 _MAX_REMOVED: Final = 4_096
 """The maximum number of removed members to remember. Routers that missed more get all members."""
@@ -61,10 +59,9 @@ class Version:
 
     incarnation: str
     members: int  # counts also changes of blocked prompts and adapters
-    loads: int
 
 
-NOTHING: Final = Version(incarnation="", members=-1, loads=-1)
+NOTHING: Final = Version(incarnation="", members=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +72,6 @@ class Changes:
     is_whole: bool
     age: float  # seconds since this incarnation started
     workers: tuple[bytes, ...]  # serialized WorkerInfo
-    # Workers of which only the load has changed: serialized WorkerInfo with id, epoch and load.
-    loads: tuple[bytes, ...] = ()
     routers: tuple[RouterInfo, ...] = ()
     removed: tuple[str, ...] = ()  # ids of workers and routers
     # See BlockedPrompts.remaining and AdapterRegistry.shared; both complete, or both empty.
@@ -89,11 +84,10 @@ class _Entry:
     """Holds the last registration of one member."""
 
     info: bytes | RouterInfo  # of a worker, without its load
-    load: bytes  # serialized WorkerInfo of a worker, with its load alone
+    load: bytes  # serialized WorkerInfo of a worker, with its last load alone
     order: _Order
     seen: float  # by the directory's clock
     changed: int  # the version of the members that brought `info`
-    load_changed: int  # the version of the loads that brought `load`
 
 
 class Directory:
@@ -110,7 +104,7 @@ class Directory:
         self._clock = clock
         self._started = clock()
         self._awake = self._started
-        self._version = Version(incarnation=uuid.uuid4().hex, members=0, loads=0)
+        self._version = Version(incarnation=uuid.uuid4().hex, members=0)
         # By worker id or router id; the member that has been silent for longest is first.
         self._entries: dict[str, _Entry] = {}
         # By id of a removed member, the members version of its removal; the oldest is first.
@@ -121,8 +115,7 @@ class Directory:
         self._adapters = AdapterRegistry()  # of all routers
         # The members version of the last change of blocked prompts or adapters.
         self._shared_changed = 0
-        self._members_changed = asyncio.Event()
-        self._loads_changed = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"tandem directory of {len(self._entries)} workers and routers"
@@ -153,21 +146,17 @@ class Directory:
         self._expire()
         is_whole = self._lacks(known)
         if is_whole:
-            news = dict(sorted(self._entries.items()))
-            load_news: dict[str, _Entry] = {}
+            news = [entry for _, entry in sorted(self._entries.items())]
         else:
-            news, load_news = self._newer(known)
+            news = [each for each in self._entries.values() if each.changed > known.members]
         shares = is_whole or known.members < self._shared_changed
         return Changes(
             version=self._version,
             is_whole=is_whole,
             age=self._clock() - self._started,
             # Two concatenated messages parse as one with the fields of both.
-            workers=tuple(
-                each.info + each.load for each in news.values() if isinstance(each.info, bytes)
-            ),
-            loads=tuple(_described_load(worker_id, each) for worker_id, each in load_news.items()),
-            routers=tuple(each.info for each in news.values() if isinstance(each.info, RouterInfo)),
+            workers=tuple(each.info + each.load for each in news if isinstance(each.info, bytes)),
+            routers=tuple(each.info for each in news if isinstance(each.info, RouterInfo)),
             removed=() if is_whole else self._removed_after(known.members),
             blocked=self._blocked_prompts.remaining() if shares else {},
             adapters=self._adapters.shared() if shares else {},
@@ -192,44 +181,27 @@ class Directory:
     ) -> Changes:
         """Returns `changes` as soon as there are some, or after `timeout` seconds.
 
-        Changes of loads alone are returned after LOAD_SECONDS. The call registers or refreshes its
-        caller, `router`, and merges `blocked` and `adapters` as `share` does.
+        The call registers or refreshes its caller, `router`, and merges `blocked` and `adapters` as
+        `share` does.
         """
         if router is not None:
             self._refresh(router.router_id, router, b"", (0, 0, False))
         await self.share(blocked or {}, adapters or {})
-        began = self._clock()
+        until = self._clock() + timeout
         while True:
             self._expire()
-            has_loads = known.loads != self._version.loads
-            until = began + min(timeout, LOAD_SECONDS if has_loads else timeout)
-            if (
-                self._lacks(known)
-                or known.members != self._version.members
-                or self._clock() >= until
-            ):
+            has_changed = known.members != self._version.members
+            if self._lacks(known) or has_changed or self._clock() >= until:
                 return await self.changes(known)
-            event = self._members_changed if has_loads else self._loads_changed
             try:
                 async with asyncio.timeout(min(until - self._clock(), self._expiry / 4)):
-                    await event.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 continue
 
     def _lacks(self, known: Version) -> bool:
         """Returns True if the changes since `known` are not known any more."""
         return known.incarnation != self._version.incarnation or known.members < self._forgotten
-
-    def _newer(self, known: Version) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
-        """Returns the members that have changed, and the workers of which only the load has."""
-        news = {}
-        loads = {}
-        for member_id, entry in self._entries.items():
-            if entry.changed > known.members:
-                news[member_id] = entry
-            elif entry.load_changed > known.loads:
-                loads[member_id] = entry
-        return news, loads
 
     def _removed_after(self, version: int) -> tuple[str, ...]:
         return tuple(member_id for member_id, removed in self._removed.items() if removed > version)
@@ -248,21 +220,16 @@ class Directory:
             order=order,
             seen=self._clock(),
             changed=0 if known is None else known.changed,
-            load_changed=0 if known is None else known.load_changed,
         )
         if known is None or known.info != info:
             self._removed.pop(member_id, None)
             entry.changed = self._bump()
-        elif known.load != load:
-            self._version = replace(self._version, loads=self._version.loads + 1)
-            entry.load_changed = self._version.loads
-            self._loads_changed = _renewed(self._loads_changed)
 
     def _bump(self) -> int:
         """Counts a change of the members; returns their new version."""
         self._version = replace(self._version, members=self._version.members + 1)
-        self._members_changed = _renewed(self._members_changed)
-        self._loads_changed = _renewed(self._loads_changed)
+        self._changed.set()
+        self._changed = asyncio.Event()
         return self._version.members
 
     def _note_removed(self, member_id: str) -> None:
@@ -305,14 +272,12 @@ class DirectoryWatcher:
         self._carried: dict[str, worker_pb2.WorkerInfo] = {}
         self._routers: dict[str, RouterInfo] = {}
         self.version = NOTHING
-        # Loads that alone have changed: each with id, epoch and load.
-        self.loads: list[worker_pb2.WorkerInfo] = []
         # True if the router may know blocked prompts or adapters that the directory does not know.
         self.may_know_more = True
 
     @property
     def workers(self) -> list[worker_pb2.WorkerInfo]:
-        """Returns the workers after the last changes; a load that alone changed is in `loads`."""
+        """Returns the workers after the last changes; an unchanged one is the same object."""
         return [*self._carried.values(), *self._current.values()]
 
     @property
@@ -340,7 +305,6 @@ class DirectoryWatcher:
         parsed = map(worker_pb2.WorkerInfo.FromString, changes.workers)
         self._current |= {info.worker_id: info for info in parsed}
         self._routers |= {info.router_id: info for info in changes.routers}
-        self.loads = list(map(worker_pb2.WorkerInfo.FromString, changes.loads))
         if changes.age >= self._expiry:
             self._carried = {}
         for worker_id in self._current.keys() & self._carried.keys():

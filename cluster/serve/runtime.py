@@ -213,10 +213,7 @@ class RouterRuntime:
         """Replaces the registry's list of workers by the directory's."""
         self._registry.update(workers)
         await self._report_ready()
-
-    def update_loads(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Applies loads from the directory: see WorkerRegistry.update_loads."""
-        self._registry.update_loads(workers)
+        await self._dispatcher.update_sessions()
 
     async def keep_ready(self) -> None:
         """Reports, without end, when no decode worker can be reached and when one can be again."""

@@ -74,7 +74,7 @@ class SimulatedRouter:
             changes = await directory.watch(watcher.version, EXPIRY_SECONDS / 2, info)
             if watcher.apply(changes):
                 self.registry.update(watcher.workers)
-            self.registry.update_loads(watcher.loads)
+                await self.dispatcher.update_sessions()
             await asyncio.sleep(_POLL_SECONDS)
 
     def report(self) -> dict[str, float]:

@@ -111,6 +111,24 @@ class Dispatcher:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
 
+    async def update_sessions(self) -> None:
+        """Opens a session with each listed worker, and ends those with workers that have left.
+
+        The sessions report the loads and the prefix caches, and show which workers are lost. A
+        session that requests still use ends with its last request.
+        """
+        for (worker_id, epoch), client in list(self._clients.items()):
+            known = self._registry.get(worker_id)
+            client.set_listed(known is not None and known.epoch == epoch)
+        for info in self._registry.workers():
+            if self._closed:
+                return
+            opened = self._clients.get((info.worker_id, info.epoch))
+            is_open = opened is not None and not opened.broken
+            if not is_open and not self._registry.is_lost(info.worker_id, info.epoch):
+                self._connect(info)
+                await asyncio.sleep(0)  # other tasks run between 1,000 connections
+
     def _send(
         self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit
     ) -> WorkerStream | None:

@@ -169,6 +169,7 @@ class WorkerClient:
 
     heard = False  # the worker has sent something
     was_lost = False  # the session had begun, and ended without the worker's wish
+    _is_listed = True
     _end = _LOST  # the failure of its streams once the session has ended
 
     def __init__(
@@ -214,6 +215,17 @@ class WorkerClient:
                 del self._streams[key]
             cancel = worker_pb2.Cancel(request_id=key[0], attempt=key[1], choice=choice)
             self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
+            self._end_if_unused()
+
+    def set_listed(self, is_listed: bool) -> None:
+        """Ends the session as soon as no request uses it, unless the worker is listed."""
+        self._is_listed = is_listed
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if not (self._is_listed or self._streams or self.broken):
+            self.broken = True
+            self._task.cancel()
 
     def _suspend_all(self) -> None:
         """Tells a draining worker to suspend all sequences that it decodes."""
@@ -266,6 +278,7 @@ class WorkerClient:
                 stream = self._streams.get((output.request_id, output.attempt))
                 if stream is not None and stream.put(output):
                     del self._streams[output.request_id, output.attempt]
+            self._end_if_unused()
             if response.HasField("load"):
                 self._drains = response.load.draining
             if self._drains and self._streams and self._can_move():

@@ -32,13 +32,18 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the share of a core that a router and the directory need for the list of workers."""
-    with _local_ray():
-        figures = asyncio.run(_measure(workers, routers, seconds))
+    figures = measure_directory(workers, routers, seconds)
     if as_json:
         typer.echo(json.dumps(figures))
         return
     for name, value in figures.items():
         typer.echo(f"{name.replace('_', ' '):32}{value:10.4g}")
+
+
+def measure_directory(num_workers: int, num_routers: int, seconds: float) -> dict[str, float]:
+    """Returns the shares of a core of a router and of the directory, and the polls of a router."""
+    with _local_ray():
+        return asyncio.run(_measure(num_workers, num_routers, seconds))
 
 
 @contextmanager
@@ -74,7 +79,6 @@ async def _measure(num_workers: int, num_routers: int, seconds: float) -> dict[s
         "router_process_share": (time.process_time() - process) / took,
         "directory_process_share": (await _directory_figures() - before) / took,
         "polls_per_second": counts["polls"] / took,
-        "loads_per_second": counts["loads"] / took,
     }
     following.cancel()
     for each in actors:

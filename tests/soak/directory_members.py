@@ -46,10 +46,8 @@ class RouterMember:
                 self.registry.update(watcher.workers)
                 async with self.changed:
                     self.changed.notify_all()
-            self.registry.update_loads(watcher.loads)
             self.registry.capacity.free()
             self.counts["polls"] += 1
-            self.counts["loads"] += len(watcher.loads)
 
 
 class Heartbeats:

@@ -129,6 +129,9 @@ async def test_one_message_a_step_whatever_the_batch() -> None:
         for n in range(16):
             await session.send(submit(str(n), token_ids=range(n, n + 20), max_tokens=50))
         await session.until(ended, count=16)
+        async with asyncio.timeout(10):
+            while not ((last := await session.read()) and last.load.total_blocks):
+                pass  # the last load follows within a quarter of a second
     with_tokens = [
         m for m in session.messages if any(output.HasField("tokens") for output in m.outputs)
     ]

@@ -41,6 +41,7 @@ from ..transfer.frames import FetchResult, FetchTarget, TransferError
 from .cache_reports import CacheReports
 from .engine_thread import EngineRunner
 from .grammars import GrammarCompiler
+from .load_reports import LoadReports
 from .prefix_transfer import PrefixImporter
 from .session import RouterSession, WorkerRequest
 from .submit import WorkerLimits, check_first_tokens, parse_submit
@@ -51,11 +52,6 @@ logger = logging.getLogger(__name__)
 _LEAVING: Final = "worker is going away"
 # Timeout of loading a request's adapter and compiling its grammar, including the wait for others.
 _PREPARE_SECONDS: Final = 60.0
-_LOAD_SECONDS: Final = 0.01
-"""Minimum interval of load reports in a session while no request begins or ends.
-
-Reading the load of 64 sequences takes 9 us, as long as queueing seven tokens.
-"""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,6 +80,10 @@ class RequestManager:
     _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
     _next_id: int = field(init=False, default=0)
     _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _load_reports: LoadReports = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._load_reports = LoadReports(self.load, self.reports.sessions)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -91,8 +91,7 @@ class RequestManager:
     def leave(self) -> None:
         """Refuses new requests from now on, and makes every session report it at once."""
         self.is_leaving = True
-        for session in self.reports.sessions:
-            session.wake()
+        self._load_reports.report_all()
 
     async def wait_idle(self, seconds: float) -> None:
         """Waits until all requests have ended, for at most `seconds`."""
@@ -114,21 +113,19 @@ class RequestManager:
         """
         # Before any command is read. If the worker dies in its first step, the router knows that it
         # was alive.
-        await send(worker_pb2.SessionResponse(load=self.load()))
         session = RouterSession()
+        first = worker_pb2.SessionResponse()
+        self._load_reports.add_to(first, session)
+        await send(first)
         self.reports.sessions.add(session)
         self.reports.start(session)
         reader = asyncio.create_task(self._read(session, commands))
-        reported = (-1, False)
-        next_load = 0.0
         try:
             while (message := await session.take()) is not None:
-                now = self.clock()
-                if (len(self), self.is_leaving) != reported or now >= next_load:
-                    reported = (len(self), self.is_leaving)
-                    next_load = now + _LOAD_SECONDS
-                    message.load.CopyFrom(self.load())
-                await send(message)
+                if session.reports_load:
+                    self._load_reports.add_to(message, session)
+                if message.ListFields():
+                    await send(message)
         finally:
             reader.cancel()
             self.reports.sessions.discard(session)
@@ -177,6 +174,7 @@ class RequestManager:
             spec.id + number: (request, first + number) for number in range(spec.num_choices)
         }
         session.requests[key] = request
+        self._load_reports.changed()
         submitted = self.clock()
         if spec.task is Task.DECODE:
             request.fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
@@ -230,6 +228,7 @@ class RequestManager:
             self._free(request.spec.id + number)
         if not self._requests:
             self._idle.set()
+        self._load_reports.changed()
 
     def release(self, sequence_id: int) -> None:
         """Ends a finished prefill or a suspended choice after its lease.
@@ -256,6 +255,7 @@ class RequestManager:
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Turns the events of a step into outputs; each session sends its share as one message."""
+        self._load_reports.changed()
         try:
             for event in events:
                 if isinstance(event, CacheChanged):

@@ -48,6 +48,8 @@ class RouterSession:
     """Collects outputs and prefix cache changes of one stream; a step sends them as one message."""
 
     requests: dict[RequestKey, WorkerRequest] = field(default_factory=dict)
+    load_version: int = -1  # of the last load that was sent
+    next_idle_report: float = 0.0  # by the event loop's clock; see LoadReports
     _outputs: list[worker_pb2.Output] = field(default_factory=list)
     # By request: an output whose prompt log probabilities are being converted, and the request's
     # later outputs, which wait for it.
@@ -57,6 +59,7 @@ class RouterSession:
     # By block hash: True if it was stored, False if it was evicted.
     _changes: dict[bytes, bool] = field(default_factory=dict)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    reports_load: bool = False  # the message that `take` returned is to have the load
     _woken: bool = False
     _closed: bool = False
 
@@ -119,9 +122,15 @@ class RouterSession:
         """Queues the hashes of the whole prefix cache; later reports are relative to them."""
         self._reports_cache = True
         self.change_cache(hashes, ())
+        if self._changes:
+            self.wake()
+
+    def is_stale(self, load_version: int) -> bool:
+        """Returns True if the session has not sent this load or a change of the prefix cache."""
+        return bool(self._changes) or self.load_version != load_version
 
     def change_cache(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Queues hashes that entered and left the prefix cache.
+        """Queues hashes that entered and left the prefix cache, for the next message.
 
         Does nothing before `start_cache_reports`.
         """
@@ -131,8 +140,6 @@ class RouterSession:
             self._change(digest, is_stored=True)
         for digest in evicted:
             self._change(digest, is_stored=False)
-        if self._changes:
-            self._ready.set()
 
     def _change(self, digest: bytes, is_stored: bool) -> None:
         """Queues a change, or removes the opposite change if it has not been sent yet."""
@@ -140,7 +147,7 @@ class RouterSession:
             self._changes[digest] = is_stored
 
     def wake(self) -> None:
-        """Makes `take` return at once, maybe with an empty message."""
+        """Makes `take` return at once, maybe with an empty message, and report the load."""
         self._woken = True
         self._ready.set()
 
@@ -150,22 +157,22 @@ class RouterSession:
         self._ready.set()
 
     async def take(self) -> worker_pb2.SessionResponse | None:
-        """Waits for queued items and returns them as a message, or None when the session is closed.
+        """Waits for outputs or `wake` and returns all queued items as a message.
 
-        Items that do not fit into a message stay queued.
+        Returns None when the session is closed. Items that do not fit into a message stay queued.
         """
-        while not (
-            self._outputs or self._changes or self._woken or (self._closed and not self._unfinished)
-        ):
+        while not (self._outputs or self._woken or (self._closed and not self._unfinished)):
             self._ready.clear()
             await self._ready.wait()
-        self._woken = False
+        self.reports_load, self._woken = self._woken, False
         if self._closed and not (self._outputs or self._unfinished):
             return None
         outputs = self._take_outputs()
         taken = dict(itertools.islice(self._changes.items(), _MAX_HASHES))
         for digest in taken:
             del self._changes[digest]
+        if self._changes:
+            self.wake()
         return worker_pb2.SessionResponse(
             outputs=outputs,
             stored_blocks=[digest for digest, is_stored in taken.items() if is_stored],

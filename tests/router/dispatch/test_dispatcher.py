@@ -461,3 +461,35 @@ async def test_a_request_waits_while_the_sessions_with_all_workers_are_broken() 
         asked.cancel()
         await router.close()
         await worker.server.stop(0)
+
+
+async def test_a_router_follows_all_listed_workers_and_leaves_those_that_have_left() -> None:
+    """A session that a request uses ends with the request."""
+    async with fleet(1, 2, rank=lambda role: fake_rank(step_seconds=0.002)) as running:
+        registry, router = running.registry, running.dispatcher
+
+        async def sessions() -> list[int]:
+            return [status.num_sessions for status in await running.statuses()]
+
+        async def until(counts: list[int]) -> None:
+            async with asyncio.timeout(30):
+                while await sessions() != counts:
+                    await asyncio.sleep(0.001)
+
+        await router.update_sessions()
+        await until([1, 1, 1])
+        asked = router.generate(token_request(range(60), 200), inference_pb2.Timeline())
+        tokens: list[int] = []
+        async with asyncio.timeout(30), aclosing(asked):
+            async for delta in asked:
+                tokens += delta.ids
+                if registry.workers() and len(tokens) > 3:  # a decode worker has the KV cache
+                    registry.update([])
+                    await router.update_sessions()
+        assert tokens == expected_tokens(range(60), 200, VOCAB)
+        await until([0, 0, 0])
+        registry.update([each.info() for each in running.workers])
+        await router.update_sessions()
+        await until([1, 1, 1])
+        tokens, _ = await running.generate(token_request(range(60), 20, name="b"))
+        assert tokens == expected_tokens(range(60), 20, VOCAB)
