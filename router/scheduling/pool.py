@@ -188,6 +188,7 @@ class Pool:
         if counted.size != before.size:
             self._sizes[before.size] -= 1
             self._sizes[counted.size] += 1
+            del self._sizes[NO_CAPACITY]  # of a worker that joins or leaves
             self._sizes = +self._sizes
 
 
