@@ -37,7 +37,7 @@ PER_UNIT: Final = 1_000_000
 
 
 class Totals(NamedTuple):
-    """Sums over the workers of a pool; those of the first four fields take requests."""
+    """Sums over a pool; the first four fields count only workers that take requests."""
 
     speed: int = 0  # prompt tokens per second of the measured workers, in millionths
     num_unmeasured: int = 0  # workers

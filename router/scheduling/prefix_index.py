@@ -71,7 +71,7 @@ class Matches(Mapping[str, int]):
     ) -> None:
         """`levels`: numbers of tokens, and the bits of the workers with this many.
 
-        The other parameters are those of the index, by id, by bit and by pool.
+        The other parameters come from the index, by id, by bit and by pool.
         """
         self._levels = sorted(levels, reverse=True)
         self._caches = caches
