@@ -18,10 +18,11 @@ from ...workers.host.power import CpuPower
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.costs.inference import InferenceCost
 from ...workers.model.costs.roofline import DEVICES, Roofline
+from ..arithmetic import make_cost
 from ..cli import options as o
 from ..service_url import ServiceAccess
 from ..store.store import BUILT_IN
-from .cost import make_cost, read_model_config
+from .cost import read_model_config
 from .gather import Subject, explain
 from .page import write_page
 from .text import print_text

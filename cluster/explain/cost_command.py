@@ -12,16 +12,16 @@ import typer
 
 from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
+from ...workers.model.costs.report import cost_report
 from ...workers.model.costs.roofline import DEVICES, Roofline
+from ..arithmetic import make_cost
 from ..cli.options import check_choice
 from ..config import KvCacheDtype, Quantization, load_config
 from ..planner.profile import Profile, read_profile
 from ..tables import table_console
 from .cost import (
     THIS_MACHINE,
-    cost_report,
     floor_table,
-    make_cost,
     measured_lines,
     measured_times,
     read_model_config,

@@ -18,10 +18,11 @@ from google.protobuf.json_format import MessageToDict
 from ...proto.errors import InternalError
 from ...router.client.types import Completion, Delta, Options, TokenLogprobs
 from ...workers.model.costs.inference import InferenceCost
+from ...workers.model.costs.report import cost_report
 from ...workers.model.costs.roofline import Roofline
-from .cost import THIS_MACHINE, cost_report
+from ...workers.model.costs.stages import list_stages
+from .cost import THIS_MACHINE
 from .record import Explanation, Recomputation, Step, Token, TokenCandidate
-from .stages import list_stages
 
 MAX_REPORTED: Final = 20  # alternatives that the API reports at most
 

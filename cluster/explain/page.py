@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from ...proto.errors import InvalidArgument
-from .cost import WorkReport, summary
+from ...workers.model.costs.report import WorkReport
+from .cost import summary
 from .record import Explanation, Step, TokenCandidate
 from .text import percent, prefill_text, shape, total_lines
 from .units import amount, milliseconds

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .cost import CostReport
+from ...workers.model.costs.report import CostReport
+from ...workers.model.costs.stages import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,16 +14,6 @@ class Token:
 
     token_id: int
     text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Names a tensor of the model's forward pass, with its shape in prefill and in decode."""
-
-    name: str
-    axes: str  # the meaning of each axis, such as B x T x d
-    prefill: tuple[int, ...]
-    decode: tuple[int, ...]  # of the first decode step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

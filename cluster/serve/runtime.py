@@ -41,6 +41,7 @@ from ...router.storage.interface import Storage
 from ...router.watermark.rules import WatermarkRules
 from ...workers.model.config import read_fields, text_model_of
 from ...workers.model.generic.context import read_context_tokens
+from ..arithmetic import ServedArithmetic
 from ..config import RouterConfig, TandemConfig, check_interface
 from ..scaling.reports import router_report
 from ..store.adapters import configured_adapters, named_adapter
@@ -171,7 +172,10 @@ class RouterRuntime:
         monitor.telemetry.observers.append(usage.record)
         with suppress(Unavailable):  # then each chat fails with it, and other requests succeed
             await service.model("").tokenizer.wait_for_chats()
-        console = ConsoleFeed(service.telemetry, describe, registry.workers)
+        arithmetic = ServedArithmetic(
+            folder, config.dtype, config.quantization, config.kv_cache_dtype, config.device
+        )
+        console = ConsoleFeed(service.telemetry, describe, registry.workers, arithmetic.explain)
         start_servers = partial(
             ApiServers.start,
             service,

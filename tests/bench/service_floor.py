@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.cluster.explain.cost import make_cost
+from tandem.cluster.arithmetic import make_cost
 from tandem.cluster.explain.machine import measure_machine
 from tandem.tests.bench.engine.shapes import HF_CONFIGS
 from tandem.workers.engine.config import default_chunk_tokens

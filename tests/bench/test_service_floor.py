@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.cluster.explain.cost import make_cost
+from tandem.cluster.arithmetic import make_cost
 from tandem.tests.bench.engine.shapes import SHAPES
 from tandem.tests.bench.service_floor import Load, main, tokens_per_s
 from tandem.workers.model.costs.roofline import Roofline

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -220,6 +221,50 @@ def test_the_playground_answers(opened: Any) -> None:
     assert count(opened, ".alternatives li") >= 5
     message.send_keys("and a second question\n")
     wait(lambda: count(opened, ".timeline") == 2)
+    assert problems(opened) == []
+
+
+@pytest.fixture(scope="module")
+def counted(service: Any, keys: dict[str, str]) -> None:
+    """Waits until the router knows the sizes of the model, which is slow on a busy machine."""
+    httpx.get(
+        f"{service.console_url}/explain?prompt_tokens=1&output_tokens=1",
+        headers={"Authorization": f"Bearer {keys['ops']}"},
+        timeout=150,
+    ).raise_for_status()
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_playground_explains_a_prompt(opened: Any, theme: str) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    set_window(opened, 1280, theme=theme)
+    opened.find_element("id", "tab-playground").click()
+    opened.find_element("id", "mode-explain").click()
+    assert not opened.find_element("id", "message").is_displayed()
+    length = opened.find_element("id", "parameter-max_tokens")
+    length.clear()
+    length.send_keys("6")
+    prompt = opened.find_element("id", "explain-prompt")
+    prompt.clear()
+    prompt.send_keys("The cat sat")
+    opened.find_element("css selector", ".explain button.primary").click()
+    wait(lambda: count(opened, ".explained section") == 4)
+    pieces = count(opened, ".prompt-tokens .piece")
+    sections = [text(opened, f".explained section:nth-child({n})") for n in range(1, 5)]
+    prompt_text, shapes, work, steps = sections
+    assert f"{pieces} token" in prompt_text
+    assert f"1 × {pieces}" in shapes
+    assert "logits" in shapes
+    assert f"prefill of {pieces} token" in work
+    assert "without KV cache" in work
+    rows = count(opened, ".explained section:nth-child(4) tbody tr")
+    assert 1 <= rows <= 6
+    assert count(opened, ".candidates .taken") >= 1
+    assert "%" in steps
+    opened.find_element("id", "mode-explain").send_keys(Keys.ARROW_LEFT)
+    assert opened.find_element("id", "message").is_displayed()
     assert problems(opened) == []
 
 

@@ -58,12 +58,15 @@ class ConsoleFeed:
         telemetry: RequestTelemetry,
         describe_service: Callable[[], Awaitable[dict[str, Any]]] | None = None,
         workers: Callable[[], Iterable[worker_pb2.WorkerInfo]] = lambda: (),
+        explain: Callable[[int, int], Awaitable[dict[str, Any]]] | None = None,
     ) -> None:
         """`telemetry` follows the requests of the router.
 
         `describe_service` returns the content of the status page; None: the console shows no
-        service. `workers` returns the workers that the router knows.
+        service. `workers` returns the workers that the router knows. `explain` returns the
+        arithmetic of the model for numbers of prompt and output tokens; None: it is not known.
         """
+        self.explain = explain
         self.log = RequestLog(telemetry)
         self._workers = workers
         self._known: Mapping[str, worker_pb2.WorkerInfo] | None = None

@@ -5,6 +5,8 @@ this folder, and loads nothing from other hosts.
 """
 
 import hashlib
+import json
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -12,11 +14,12 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....proto.errors import TandemError
+from ....proto.errors import InvalidArgument, TandemError, Unavailable
 from .feed import ConsoleFeed
 
 PAGE_PATH: Final = "/console"
 DATA_PATH: Final = "/console/data"
+EXPLAIN_PATH: Final = "/console/explain"
 
 _MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -56,15 +59,36 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 def console_endpoints(feed: ConsoleFeed) -> dict[str, Endpoint]:
     """Returns the endpoints of the page's files and of its data, by path."""
 
-    async def data(request: Request) -> Response:
+    async def data(request: Request) -> bytes:
+        return await feed.answer(request.query_params.get("cursor", ""), request.state.caller)
+
+    async def explain(request: Request) -> bytes:
+        if feed.explain is None:
+            raise Unavailable("this router does not know the arithmetic of its model")
+        counts = [_number(request, name) for name in ("prompt_tokens", "output_tokens")]
+        return json.dumps(await feed.explain(*counts)).encode()
+
+    gets = {DATA_PATH: _json_endpoint(data), EXPLAIN_PATH: _json_endpoint(explain)}
+    return gets | {_path_of(file): _file_endpoint(file) for file in _FILES}
+
+
+def _number(request: Request, name: str) -> int:
+    given = request.query_params.get(name, "")
+    if not re.fullmatch("[0-9]{1,9}", given):
+        raise InvalidArgument("must be a number", name)
+    return int(given)
+
+
+def _json_endpoint(answer: Callable[[Request], Awaitable[bytes]]) -> Endpoint:
+    async def respond(request: Request) -> Response:
         headers = _HEADERS | {"Cache-Control": "no-store"}
         try:
-            body = await feed.answer(request.query_params.get("cursor", ""), request.state.caller)
+            body = await answer(request)
         except TandemError as error:
             return JSONResponse({"error": {"message": error.message}}, error.http_status, headers)
         return Response(body, media_type="application/json", headers=headers)
 
-    return {DATA_PATH: data} | {_path_of(file): _file_endpoint(file) for file in _FILES}
+    return respond
 
 
 def _file_endpoint(file: Path) -> Endpoint:

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from tandem.cluster.explain.cost import make_cost
+from tandem.cluster.arithmetic import make_cost
 from tandem.cluster.local.llm import LLM
 from tandem.router.client.types import Options
 from tandem.tests.bench.learn.figure import LearnFigure, Panel, line_of

@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 from statistics import median
 from typing import Final
 
-from tandem.cluster.explain.cost import make_cost
+from tandem.cluster.arithmetic import make_cost
 from tandem.cluster.local.llm import LLM
 from tandem.router.client.types import Options
 from tandem.tests.bench.learn.figure import LearnFigure, Panel, line_of

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tandem.cluster.arithmetic import make_cost
 from tandem.cluster.cli.main import app
-from tandem.cluster.explain.cost import cost_report, make_cost
 from tandem.cluster.explain.units import amount, milliseconds
 from tandem.tests.bench.engine.shapes import HF_CONFIGS, SHAPES, cost_of
 from tandem.tests.profiles import PROFILED, make_profile
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.config import Fields
 from tandem.workers.model.costs.inference import InferenceCost, ModelSizes, Work, total
+from tandem.workers.model.costs.report import cost_report
 from tandem.workers.model.costs.roofline import DEVICES, Roofline
 from tandem.workers.model.registry import parse_model_config
 

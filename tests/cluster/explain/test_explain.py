@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem import LLM
+from tandem.cluster.arithmetic import make_cost
 from tandem.cluster.cli.main import app
-from tandem.cluster.explain.cost import make_cost, read_model_config
+from tandem.cluster.explain.cost import read_model_config
 from tandem.cluster.explain.gather import CompletionStream, Subject, explain
 from tandem.cluster.explain.page import render_page, write_page
 from tandem.cluster.explain.record import Explanation

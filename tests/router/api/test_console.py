@@ -126,6 +126,31 @@ async def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(
     assert "style=" not in page
 
 
+async def test_the_arithmetic_of_the_model_needs_a_key_and_numbers(
+    keyed: httpx.AsyncClient, feed: ConsoleFeed
+) -> None:
+    counts = {"prompt_tokens": "7", "output_tokens": "5"}
+    ops = bearer("ops")
+    assert (await keyed.get("/console/explain", params=counts)).status_code == 401
+    unknown = await keyed.get("/console/explain", params=counts, headers=ops)
+    assert unknown.status_code == 503
+    assert "does not know" in unknown.json()["error"]["message"]
+
+    async def explain(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+        return {"counts": [prompt_tokens, output_tokens]}
+
+    feed.explain = explain
+    found = await keyed.get("/console/explain", params=counts, headers=ops)
+    assert found.json() == {"counts": [7, 5]}
+    assert found.headers["cache-control"] == "no-store"
+    for bad in ("", "-1", "x", "1e3", "9" * 10):
+        refused = await keyed.get(
+            "/console/explain", params=counts | {"output_tokens": bad}, headers=ops
+        )
+        assert refused.status_code == 400
+        assert "output_tokens" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("key", ["", "wrong"])
 async def test_the_data_needs_a_key(keyed: httpx.AsyncClient, key: str) -> None:
     answer = await keyed.get(DATA, headers=bearer(key) if key else {})

@@ -48,9 +48,26 @@ export async function poll(cursor) {
   return (await call(path, { signal: AbortSignal.timeout(8000) })).json();
 }
 
+// Returns the arithmetic of a prompt and its output: shapes, work and KV cache.
+export async function arithmetic(promptTokens, outputTokens) {
+  const path = `console/explain?prompt_tokens=${promptTokens}&output_tokens=${outputTokens}`;
+  return (await call(path)).json();
+}
+
+// Sends a request that is answered at once.
+export async function post(path, body, signal) {
+  const options = { method: "POST", headers: { "Content-Type": "application/json" }, signal };
+  return (await call(path, { ...options, body: JSON.stringify(body) })).json();
+}
+
 // Streams a chat. Calls `onChunk` with each chunk of the answer. Raises ServiceError.
-export async function chat(body, requestId, signal, onChunk) {
-  const answer = await call("v1/chat/completions", {
+export const chat = (...rest) => stream("v1/chat/completions", ...rest);
+
+// Streams the completion of a text.
+export const complete = (...rest) => stream("v1/completions", ...rest);
+
+async function stream(path, body, requestId, signal, onChunk) {
+  const answer = await call(path, {
     method: "POST",
     headers: { "Content-Type": "application/json", "X-Request-ID": requestId },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),

@@ -3,6 +3,7 @@
 
 import { ServiceError, chat } from "./api.js";
 import { byId, h } from "./dom.js";
+import * as explain from "./explain.js";
 import { plural, rate, seconds } from "./format.js";
 import { stageBar, stageTable, updateBar } from "./stages.js";
 import { refresh } from "./store.js";
@@ -96,7 +97,8 @@ export function create() {
     ),
   );
   settings.open = matchMedia("(min-width: 900px)").matches;
-  byId("playground").append(form, settings);
+  const panels = { chat: form, explain: explain.create(parameters) };
+  byId("playground").append(modeTabs(panels), ...Object.values(panels), settings);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (controller) controller.abort();
@@ -112,6 +114,40 @@ export function create() {
     if (event.key === "Escape" && controller) controller.abort();
   });
   showEmpty();
+}
+
+// Returns the tabs of the playground, which show one of the panels.
+function modeTabs(panels) {
+  const tabs = Object.keys(panels).map((name) =>
+    h("button", {
+      type: "button",
+      role: "tab",
+      id: `mode-${name}`,
+      "aria-controls": `panel-${name}`,
+      text: name[0].toUpperCase() + name.slice(1),
+      onclick: () => show(name),
+    }),
+  );
+  function show(shown) {
+    for (const [index, [name, panel]] of Object.entries(panels).entries()) {
+      panel.id = `panel-${name}`;
+      panel.setAttribute("role", "tabpanel");
+      panel.setAttribute("aria-labelledby", `mode-${name}`);
+      panel.hidden = name !== shown;
+      tabs[index].setAttribute("aria-selected", String(name === shown));
+      tabs[index].tabIndex = name === shown ? 0 : -1;
+    }
+  }
+  const list = h("div", { class: "modes", role: "tablist", "aria-label": "Playground" }, tabs);
+  list.addEventListener("keydown", (event) => {
+    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+    event.preventDefault();
+    const next = tabs[1 - tabs.indexOf(document.activeElement)];
+    next.focus();
+    next.click();
+  });
+  show("chat");
+  return list;
 }
 
 function showEmpty() {

@@ -3,8 +3,8 @@
 
 import { h, setStyle } from "./dom.js";
 
-const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
-const visible = (text) =>
+export const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
+export const visible = (text) =>
   text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "∅";
 
 export class TokenView {

@@ -1,11 +1,20 @@
 """Lists the tensors of a forward pass with their shapes, from the geometry of the layers."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ...workers.kv_cache.layout import LayerGeometry
-from ...workers.model.config import ModelConfig
-from .record import Stage
+from ...kv_cache.layout import LayerGeometry
+from ..config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Names a tensor of the model's forward pass, with its shape in prefill and in decode."""
+
+    name: str
+    axes: str  # the meaning of each axis, such as B x T x d
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]  # of the first decode step
 
 
 def list_stages(config: ModelConfig, prompt_tokens: int) -> tuple[Stage, ...]:
