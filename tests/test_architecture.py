@@ -199,7 +199,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.planner.profile": ("cluster.sim", "workers.engine"),
         "cluster.planner": (
-            "cluster: bench cli.options config explain local planner.profile sim store tables",
+            "cluster: arithmetic bench cli.options config explain local planner.profile sim store tables",
             "cluster.traces",
             "router: api api.server client dispatch frontend scheduling",
             "workers: engine host kv_cache serve tp",

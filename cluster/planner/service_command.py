@@ -13,10 +13,11 @@ import yaml
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.costs.roofline import DEVICES
+from ..arithmetic import make_cost
 from ..bench.options import parse_slo
 from ..cli.options import check_choice
 from ..config import TandemConfig, load_config
-from ..explain.cost import make_cost, read_model_config
+from ..explain.cost import read_model_config
 from ..tables import table_console
 from ..traces.prompts import describe_trace
 from ..traces.read import TraceScale, parse_scale, read_trace
