@@ -465,6 +465,22 @@ class DrainResponse(_message.Message):
     num_requests: int
     def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
+class SwitchRoleRequest(_message.Message):
+    __slots__ = ("role", "timeout_seconds")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    timeout_seconds: float
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class SwitchRoleResponse(_message.Message):
+    __slots__ = ("num_requests", "error")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    error: str
+    def __init__(self, num_requests: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
 class RankControlRequest(_message.Message):
     __slots__ = ("call_id", "sequence_id", "num_plans", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]

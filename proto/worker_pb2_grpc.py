@@ -49,6 +49,11 @@ class WorkerStub:
                 request_serializer=worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/tandem.v1.Worker/SwitchRole',
+                request_serializer=worker__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=worker__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/tandem.v1.Worker/LoadAdapter',
                 request_serializer=worker__pb2.LoadAdapterRequest.SerializeToString,
@@ -87,6 +92,16 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Gives the worker a role, at once and in a new epoch, with weights and prefix cache kept. Sessions
+        that were opened before refuse new requests and report that the worker drains, so routers
+        suspend what another worker can continue; everything else ends where it is. Returns when none of
+        those requests is left, or after the timeout. Does nothing if the worker has the role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """Loads a LoRA adapter, or reports why it cannot be used. Does nothing if requests use max_loras
         other adapters. A worker also loads an adapter when a Submit names it.
@@ -120,6 +135,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=worker__pb2.DrainRequest.FromString,
                     response_serializer=worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=worker__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=worker__pb2.SwitchRoleResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -213,6 +233,33 @@ class Worker:
             '/tandem.v1.Worker/Drain',
             worker__pb2.DrainRequest.SerializeToString,
             worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/SwitchRole',
+            worker__pb2.SwitchRoleRequest.SerializeToString,
+            worker__pb2.SwitchRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -134,13 +134,17 @@ class Dispatcher:
     ) -> WorkerStream | None:
         """Submits over the session with the worker; opens one first if needed.
 
-        Returns None if the worker has left the registry or is lost. Raises Unavailable after
-        `stop`.
+        Returns None if the worker has left the registry or is lost; also if it has got the role of
+        prefill since it was chosen to decode, while another worker decodes. Raises Unavailable
+        after `stop`.
         """
         if self._closed:
             raise Unavailable(_STOPPING)
         info = self._registry.get(worker_id)
         if info is None or self._registry.is_lost(worker_id, info.epoch):
+            return None
+        decodes = info.role == worker_pb2.ROLE_DECODE or submit.task != worker_pb2.TASK_DECODE
+        if not decodes and self._registry.has_other(worker_id):
             return None
         client = self._clients.get((worker_id, info.epoch))
         if client is None or client.broken:

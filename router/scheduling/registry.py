@@ -218,6 +218,8 @@ class WorkerRegistry:
         Returns None if there is no worker, or no decode worker that can continue after `prefill`.
         """
         matched = self._look_up(request).matched
+        if prefill is not None:  # it may decode by now, and cannot fetch from itself
+            avoid = {*avoid, prefill}
         find = partial(self._candidates, matched, request.affinity, avoid, is_resumed=is_resumed)
         sources: list[Candidate] = []
         local_tokens = 0

@@ -1,7 +1,7 @@
 """Holds the configuration of an engine."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -89,6 +89,15 @@ class Budgets:
     growth_tokens: int = 256
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
+
+    def within(self, loaded: "Budgets") -> "Budgets":
+        """Returns these budgets, reduced to the sizes for which a worker was loaded."""
+        return replace(
+            self,
+            chunk_tokens=min(self.chunk_tokens, loaded.chunk_tokens),
+            mixed_chunk_tokens=min(self.mixed_chunk_tokens, loaded.mixed_chunk_tokens),
+            max_sequences=min(self.max_sequences, loaded.max_sequences),
+        )
 
     @property
     def max_step_rows(self) -> int:

@@ -14,9 +14,17 @@ from typing import Final
 from ...proto.hashing import DIGEST_BYTES
 from ..step_cost import StepTimes
 from .block_pool import BlockState
-from .config import EngineConfig
+from .config import Budgets, EngineConfig
 from .events import Admitted, CacheChanged, Event, Progress
-from .plan import Constrained, Executor, FirstTokens, PrefixSource, Samples, StepPlan
+from .plan import (
+    Constrained,
+    CpuShare,
+    Executor,
+    FirstTokens,
+    PrefixSource,
+    Samples,
+    StepPlan,
+)
 from .request_table import RequestTable
 from .resume import LeasedPrefix, ResumePoints
 from .scheduler import Scheduler
@@ -70,6 +78,7 @@ class Engine:
         self._mask_seconds = 0.0  # of the running step
         self._clock = clock
         self._executor = executor
+        self._share: CpuShare | None = None  # for the next step
         # The step that is launched and not yet collected.
         self._in_flight: LaunchedStep | None = None
         self._started = 0.0  # when the last step was launched
@@ -80,7 +89,7 @@ class Engine:
         Raises queue.Full if max_waiting sequences wait already, and ValueError if the sequence does
         not fit on an empty worker. After an error the engine holds nothing of the sequence.
         """
-        budgets = self.config.budgets
+        budgets = self.scheduler.budgets
         num_states = self.scheduler.num_states(spec)
         if num_states > self.config.num_states:
             raise ValueError(
@@ -214,6 +223,14 @@ class Engine:
         """Ends leases that `lease_cached` or `lease_prefix` began."""
         self.requests.unlease_cached(blocks)
 
+    def take_role(self, budgets: Budgets, share: CpuShare) -> None:
+        """Runs later steps within `budgets` and with `share`; running sequences go on.
+
+        No number of `budgets` may exceed that of the configuration.
+        """
+        self.scheduler.budgets = budgets
+        self._share = share
+
     def expedite(self) -> None:
         """Raises the priority of the running step; see `Executor.expedite`."""
         self._executor.expedite()
@@ -253,6 +270,9 @@ class Engine:
             emit(found)
         launched = None
         if plan.sequences or plan.dropped or plan.unloaded or _has_copies(plan):
+            if self._share is not None:
+                plan = replace(plan, share=self._share)
+                self._share = None
             launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -319,7 +339,7 @@ class Engine:
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         num_tokens = plan.num_prompt_tokens
-        if self.config.budgets.mixed_step_factor is not None:
+        if self.scheduler.budgets.mixed_step_factor is not None:
             self._times.observe(plan.num_tokens - num_tokens, num_tokens, seconds)
         if num_tokens:
             self._prompt_seconds = _moving_mean(self._prompt_seconds, seconds)

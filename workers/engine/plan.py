@@ -6,7 +6,7 @@ Knows nothing of tensors, devices or networks.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from ..kv_cache.tables import TableBlocks
 
@@ -153,6 +153,13 @@ class SequenceStep:
         )
 
 
+class CpuShare(NamedTuple):
+    """Holds the share of the CPUs that the steps of a worker take."""
+
+    nice: int = 0  # added to the process's niceness
+    num_threads: int = 0  # of each rank; 0: as at the start
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """Describes one step of a worker."""
@@ -171,6 +178,7 @@ class StepPlan:
     loaded_states: tuple[tuple[int, int], ...] = ()
     # A stream that was interrupted elsewhere is stalled until this step is done.
     is_expedited: bool = False
+    share: CpuShare | None = None  # of this step and later ones; None: unchanged
 
     @property
     def num_tokens(self) -> int:

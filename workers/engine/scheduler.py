@@ -67,8 +67,9 @@ class Scheduler:
         self.pool = requests.pool
         self._requests = requests
         self._config = requests.config
-        self._budgets = requests.config.budgets
-        self._speculative = self._budgets.speculative
+        # Those of the worker's role; never above the budgets of the configuration.
+        self.budgets = requests.config.budgets
+        self._speculative = self.budgets.speculative
         self._has_states = self._config.num_states > 0
         # The ids of the beam searches that wait for an import to end, see `_grow`.
         self._stalled: set[int] = set()
@@ -104,7 +105,7 @@ class Scheduler:
         )
         if self.num_states(spec) > self._config.num_states:
             return False
-        return num_branches <= self._budgets.max_sequences and least <= self._config.num_blocks
+        return num_branches <= self.budgets.max_sequences and least <= self._config.num_blocks
 
     def num_states(self, spec: SequenceSpec) -> int:
         """Returns the number of states that a sequence needs; 0 if the model keeps none."""
@@ -176,7 +177,7 @@ class Scheduler:
         Returns True if one of them resumes an interrupted stream.
         """
         num_decodes = len(steps)
-        budget = self._budgets.prompt_tokens(
+        budget = self.budgets.prompt_tokens(
             cost,
             num_decodes=num_decodes,
             num_rows=sum(len(step.token_ids) for step in steps),
@@ -192,7 +193,7 @@ class Scheduler:
             steps.append(self._step(prompt, count, copies))
             budget -= count
             if not num_decodes and len(steps) == 1:
-                budget = self._budgets.more_prompt_tokens(cost, count, budget)
+                budget = self.budgets.more_prompt_tokens(cost, count, budget)
             is_expedited |= prompt.spec.is_resumed
             if prompt.spec.is_resumed and not self._is_next_resumed(prompts):
                 break
@@ -304,7 +305,7 @@ class Scheduler:
         if not self._requests.waiting:
             return False
         sequence = self._requests.waiting[0]
-        if self._requests.num_holding + sequence.num_branches > self._budgets.max_sequences:
+        if self._requests.num_holding + sequence.num_branches > self.budgets.max_sequences:
             return False
         hit = self._requests.find_hit(sequence)
         blocks = [self.pool.block_of(name) for _, names in hit.parts for name in names]

@@ -50,6 +50,7 @@ class LoadReports:
         if load.version != session.load_version:
             session.load_version = load.version
             message.load.CopyFrom(load)
+            message.load.draining |= session.is_retired
 
     def _check(self) -> None:
         loop = asyncio.get_running_loop()

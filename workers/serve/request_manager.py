@@ -79,7 +79,8 @@ class RequestManager:
     # Request and choice by sequence id.
     _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
     _next_id: int = field(init=False, default=0)
-    _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    # Set by the end of each request.
+    _ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _load_reports: LoadReports = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,13 +94,30 @@ class RequestManager:
         self.is_leaving = True
         self._load_reports.report_all()
 
+    def retire_sessions(self) -> None:
+        """Makes the present sessions refuse new requests, and report a draining worker at once."""
+        for session in self.reports.sessions:
+            session.retire()
+
+    @property
+    def num_retired(self) -> int:
+        """Returns the number of requests of retired sessions."""
+        return sum(len(each.requests) for each in self.reports.sessions if each.is_retired)
+
     async def wait_idle(self, seconds: float) -> None:
         """Waits until all requests have ended, for at most `seconds`."""
-        if self._requests:
-            self._idle.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._idle.wait()
+        await self._wait_until(lambda: not self._requests, seconds)
+
+    async def wait_retired(self, seconds: float) -> None:
+        """Waits until all requests of retired sessions have ended, for at most `seconds`."""
+        await self._wait_until(lambda: not self.num_retired, seconds)
+
+    async def _wait_until(self, is_done: Callable[[], bool], seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not is_done():
+                    self._ended.clear()
+                    await self._ended.wait()
 
     async def serve(
         self,
@@ -153,7 +171,7 @@ class RequestManager:
     def submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
         """Accepts a submit or reports its failure to the session."""
         key = (submit.request_id, submit.attempt)
-        if self.is_leaving:
+        if self.is_leaving or session.is_retired:
             session.put_failure(key, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
             return
         try:
@@ -226,8 +244,7 @@ class RequestManager:
         for number in range(request.spec.num_choices):
             del self._sequences[request.spec.id + number]
             self._free(request.spec.id + number)
-        if not self._requests:
-            self._idle.set()
+        self._ended.set()
         self._load_reports.changed()
 
     def release(self, sequence_id: int) -> None:

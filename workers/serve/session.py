@@ -62,6 +62,14 @@ class RouterSession:
     reports_load: bool = False  # the message that `take` returned is to have the load
     _woken: bool = False
     _closed: bool = False
+    # The worker has had another role since the session began: no new request comes in here.
+    is_retired: bool = False
+
+    def retire(self) -> None:
+        """Takes no new request from now on, and reports a draining worker at once."""
+        self.is_retired = True
+        self.load_version = -1
+        self.wake()
 
     def put(self, key: RequestKey, choice: int = 0, **event: object) -> None:
         """Queues an output with `admitted`, `tokens`, `kv_received`, `suspended` or `failure`."""

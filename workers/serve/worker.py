@@ -8,7 +8,7 @@ gRPC methods only delegate to them.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Full
@@ -24,6 +24,7 @@ from ...proto.metrics import NULL_METRICS, UNBALANCED, Metrics
 from ...proto.shared_result import SharedResult
 from ..engine.config import Budgets
 from ..engine.engine import Engine
+from ..engine.plan import CpuShare
 from ..host.malloc import keep_freed_memory
 from ..kv_cache.store import slots_of
 from ..kv_cache.tables import has_sparse_points, is_dense, token_bytes
@@ -56,11 +57,22 @@ ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """Holds what a worker changes with its role."""
+
+    budgets: Budgets
+    share: CpuShare
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
     """Holds the configuration of one worker: its ranks, its budgets and its leases."""
 
     rank: RankConfig
-    budgets: Budgets = field(default_factory=Budgets)
+    budgets: Budgets = field(default_factory=Budgets)  # for which it is loaded
+    # By role, what the worker takes with it, within `budgets`; with a role that is absent it keeps
+    # what it has.
+    roles: Mapping[str, RoleConfig] = field(default_factory=dict)
     kv_disk: str | None = None  # the folder of the KV cache on disk
     kv_disk_bytes: int = 0
     lease_seconds: float = 30.0  # lifetime of a finished prefill's KV cache without a reader
@@ -90,9 +102,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         """Makes a worker that does not serve yet; use `start` or `serve` instead."""
         self.worker_id = worker_id
         self.role = role
-        self.epoch = coordinator.epoch  # fences off messages of earlier processes of this worker
+        # Fences off messages of earlier processes, and of this one in an earlier role.
+        self.epoch = coordinator.epoch
         self.address = ""
         self.failed = asyncio.Event()  # once it is set, only `stop` may be called
+        # Set by a failure and by a new epoch, which the directory should know at once.
+        self.has_news = asyncio.Event()
         self._coordinator = coordinator
         self._rank = rank
         self._config = config
@@ -104,10 +119,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._loads = LoadReader(self._engine, rank.num_blocks, rank.num_states)
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, self._fail, self._progress)
+        self._budgets = self._engine.config.budgets
+        self._take_role(role)
         self._canary = Canary(self._thread.post, self._thread.call_in_loop, self._fail)
         sender = KvSender(
             config.rank.transfer_context(rank.kv, metrics),
-            epoch=self.epoch,
+            epoch=coordinator.epoch,
             lease_seconds=config.lease_seconds,
             stall_seconds=config.rank.stall_seconds,
             on_release=lambda sequence_id: self._requests.release(sequence_id),
@@ -258,6 +275,29 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._requests.wait_idle(seconds)
         return len(self._requests)
 
+    async def switch_role(self, role: str, seconds: float) -> int:
+        """Takes a role at once, in a new epoch; keeps weights, prefix cache and running requests.
+
+        Routers see a worker that has just come and, over their present sessions, one that drains;
+        so they move its sequences as they do in a drain. Returns the number of remaining requests
+        of these sessions, at the latest after `seconds`. Raises Unavailable if the worker drains.
+        """
+        if self._requests.is_leaving:
+            raise Unavailable("the worker drains or stops; switch another one")
+        if role != self.role:
+            self.role = role
+            self.epoch += 1
+            self._take_role(role)
+            self._requests.retire_sessions()
+            self.has_news.set()
+        await self._requests.wait_retired(seconds)
+        return self._requests.num_retired
+
+    def _take_role(self, role: str) -> None:
+        if settings := self._config.roles.get(role):
+            budgets = self._budgets = settings.budgets.within(self._engine.config.budgets)
+            self._thread.post(lambda engine: engine.take_role(budgets, settings.share))
+
     async def stop(self, grace: float = 0.0) -> None:
         """Refuses new requests, gives running ones up to `grace` seconds, then ends everything.
 
@@ -335,8 +375,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             load=self.load(),
             draining=self._requests.is_leaving,
             tp=self._rank.kv.tp,
-            max_sequences=self._engine.config.budgets.max_sequences,
-            mixed_chunk_tokens=self._engine.config.budgets.mixed_chunk_tokens,
+            max_sequences=self._budgets.max_sequences,
+            mixed_chunk_tokens=self._budgets.mixed_chunk_tokens,
             layout=layout.digest,
             tables=[
                 worker_pb2.KvTable(
@@ -441,15 +481,32 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
         Afterwards the worker keeps refusing requests, and keeps answering, until it is stopped.
         """
-        seconds = min(max(0.0, request.timeout_seconds), _MAX_DRAIN_SECONDS)  # 0 for NaN
+        seconds = _bounded(request.timeout_seconds)
         return worker_pb2.DrainResponse(num_requests=await self.drain(seconds))
+
+    async def SwitchRole(
+        self,
+        request: worker_pb2.SwitchRoleRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.SwitchRoleRequest, worker_pb2.SwitchRoleResponse
+        ],
+    ) -> worker_pb2.SwitchRoleResponse:
+        """Gives this worker another role; see the proto."""
+        role = next((name for name, each in ROLES.items() if each == request.role), None)
+        if role is None:
+            return worker_pb2.SwitchRoleResponse(error="role: must be prefill or decode")
+        try:
+            left = await self.switch_role(role, _bounded(request.timeout_seconds))
+        except Unavailable as error:
+            return worker_pb2.SwitchRoleResponse(error=error.message)
+        return worker_pb2.SwitchRoleResponse(num_requests=left)
 
     def _kv_handle(self, num_tokens: int) -> worker_pb2.KvHandle:
         """Returns the handle of a new transfer of this worker."""
         return worker_pb2.KvHandle(
             transfer_id=secrets.token_bytes(16),
             num_tokens=num_tokens,
-            epoch=self.epoch,
+            epoch=self._coordinator.epoch,
             layout=self._rank.kv.layout.digest,
             endpoints=[self.address, *self._coordinator.endpoints],
         )
@@ -458,5 +515,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         """Ends all work of this worker after a failure of the engine."""
         self._failure = self._failure or error
         self.failed.set()
+        self.has_news.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
         self._requests.fail_all(failed=True)
+
+
+def _bounded(seconds: float) -> float:
+    """Returns the seconds of a caller within the bounds of a wait; 0 for NaN."""
+    return min(max(0.0, seconds), _MAX_DRAIN_SECONDS)

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from ..engine.plan import (
+    CpuShare,
     DelegatingExecutor,
     Executor,
     OnLayers,
@@ -270,7 +271,10 @@ def decode_plan(data: bytes) -> StepPlan:
     """Decodes a plan of `encode_plan`. Raises RuntimeError for anything else."""
     try:
         plan = dict(zip(_PLAN_FIELDS, msgpack.unpackb(data, use_list=False), strict=True))
-        return StepPlan(**plan | {"sequences": tuple(map(_decode_step, plan["sequences"]))})
+        plan["sequences"] = tuple(map(_decode_step, plan["sequences"]))
+        if plan["share"] is not None:
+            plan["share"] = CpuShare(*plan["share"])
+        return StepPlan(**plan)
     except (ValueError, TypeError) as error:
         raise RuntimeError("rank 0 has sent an unreadable plan") from error
 

@@ -255,9 +255,7 @@ def _build_runners(
 def _make_executor(
     config: RankConfig, runner: ModelRunner, proposers: Sequence[ModelRunner]
 ) -> Executor:
-    executor: Executor = (
-        NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner
-    )
+    executor: Executor = NiceExecutor(runner, config.nice) if config.device == "cpu" else runner
     return DraftingExecutor(executor, proposers[0]) if proposers else executor
 
 

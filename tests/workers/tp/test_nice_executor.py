@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from tandem.tests.workers.engine.fake import FakeExecutor
-from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
+from tandem.workers.engine.plan import CpuShare, OnLayers, Samples, StepPlan
 from tandem.workers.tp.nice_executor import NiceExecutor
 
 
@@ -52,6 +54,24 @@ def test_expedited_steps_are_not_nice_if_that_is_allowed() -> None:
         may = thread.submit(run).result()
     nice = usual + 5
     assert noting.found == ([nice, usual, usual, nice] if may else [nice] * 4)
+
+
+def test_a_plan_changes_the_niceness_and_the_threads_of_later_steps() -> None:
+    noting, usual, threads = Noting(), niceness(), torch.get_num_threads()
+
+    def run() -> list[int]:
+        executor, found = NiceExecutor(noting, 0), []
+        for share in (None, CpuShare(nice=2, num_threads=3), None, CpuShare(nice=4), None):
+            executor.launch(StepPlan(sequences=(), dropped=(), share=share))()
+            found.append(torch.get_num_threads())
+        return found
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(run).result() == [threads, 3, 3, threads, threads]
+    finally:
+        torch.set_num_threads(threads)
+    assert noting.found == [usual, usual + 2, usual + 2, usual + 4, usual + 4]
 
 
 class Hurried(FakeExecutor):

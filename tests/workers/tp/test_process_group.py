@@ -25,6 +25,7 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.workers.engine.plan import (
     PENDING_TOKEN,
+    CpuShare,
     DelegatingExecutor,
     Executor,
     SamplingParams,
@@ -177,6 +178,7 @@ PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "loaded_states": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "unloaded": st.lists(IDS).map(tuple),
     "is_expedited": st.booleans(),
+    "share": st.none() | st.builds(CpuShare, IDS, IDS),
 }
 PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
 
