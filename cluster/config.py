@@ -28,7 +28,7 @@ from ..router.storage.config import StorageConfig
 from ..router.watermark.config import WatermarkConfig
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .chat_template import ChatTemplate
-from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
+from .scaling.config import SERVE_CONFIG_ONLY, RoleScaling, RoleScalingConfig, ScalingConfig
 from .settings import NULL, split_aliases
 from .text_files import read_yaml
 
@@ -295,6 +295,7 @@ class TandemConfig(BaseModel):
     watermark: WatermarkConfig = WatermarkConfig()
     peer_tls: PeerTlsConfig = PeerTlsConfig()
     storage: StorageConfig = StorageConfig()
+    role_scaling: RoleScalingConfig | None = None  # None: roles change only by `tandem role`
     router: RouterConfig = RouterConfig()
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
@@ -336,6 +337,8 @@ class TandemConfig(BaseModel):
                 )
             if pool.autoscaling is not None:
                 pool.autoscaling.check(role, pool.replicas)
+        if self.role_scaling is not None:
+            self.role_scaling.check(self.prefill.replicas, self.decode.replicas)
         return self
 
     def check_sizes_are_fixed(self) -> None:
@@ -367,6 +370,17 @@ class TandemConfig(BaseModel):
     @property
     def num_workers(self) -> int:
         return self.prefill.replicas + self.decode.replicas
+
+    @property
+    def scaled_roles(self) -> RoleScaling | None:
+        """Returns the settings by which the directory chooses roles; None if it does not choose."""
+        if self.role_scaling is None:
+            return None
+        return RoleScaling(
+            config=self.role_scaling,
+            num_prefill=self.prefill.replicas,
+            num_workers=self.num_workers,
+        )
 
     @property
     def transports(self) -> tuple[str, ...]:

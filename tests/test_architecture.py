@@ -173,7 +173,11 @@ ARROWS: dict[str, set[str]] = {
             "router: *",
             "workers: *",
         ),
-        "cluster.serve.members": ("cluster.serve.storage", "router: adapters dispatch storage"),
+        "cluster.serve.members": (
+            "cluster: scaling scaling.config",
+            "cluster.serve.storage",
+            "router: adapters dispatch storage",
+        ),
         "cluster.serve.telemetry": (
             "cluster.traces",
             "router: api api.server dispatch scheduling slo telemetry",

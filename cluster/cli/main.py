@@ -21,13 +21,13 @@ from .bench import DEFINITIONS, bench
 from .chat import chat
 from .client import dashboard, generate, status
 from .demo.command import demo
-from .drain import drain
 from .eval import eval_app
 from .key import key_app
 from .model import model_app, quantize
 from .plan import check, plan_app
 from .serve import ServeCommand, check_config, serve
 from .watermark.commands import watermark_app
+from .workers import drain, role
 
 _TRACEBACK_VARIABLE: Final = "TANDEM_TRACEBACK"
 _MAX_TEXT: Final = 500
@@ -72,6 +72,7 @@ for command in (
     dashboard,
     demo,
     drain,
+    role,
     check,
     check_config,
     quantize,

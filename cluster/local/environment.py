@@ -41,7 +41,7 @@ def shared_environment(config: TandemConfig) -> dict[str, str]:
     started before it is known what it runs, which shortens the start of a service.
     """
     found: dict[str, set[str]] = {}
-    pools = [compute_environment(pool) for pool in config.pools.values() if pool.replicas]
+    pools = [compute_environment(pool) for pool in config.pools.values() if pool.max_replicas]
     for environment in (ROUTER_ENVIRONMENT, *pools):
         for name, value in environment.items():
             found.setdefault(name, set()).add(value)

@@ -5,8 +5,9 @@ from typing import Final
 from ...proto.identity import PeerIdentity
 from ...workers.engine.block_table import NUM_STATES, PREFILL_STATES
 from ...workers.engine.config import Budgets
+from ...workers.engine.plan import CpuShare
 from ...workers.host.threads import available_cores
-from ...workers.serve.worker import WorkerConfig
+from ...workers.serve.worker import RoleConfig, WorkerConfig
 from ...workers.tp.rank import RankConfig
 from ..config import PoolRole, TandemConfig
 
@@ -42,17 +43,16 @@ def worker_config(
 ) -> WorkerConfig:
     """Returns the configuration of a worker of the pool `role`, which binds `host`.
 
-    `folder` holds the model. The ranks of a node share its memory.
+    `folder` holds the model. The ranks of a node share its memory. If the worker takes the other
+    role, it takes the other pool's budgets, niceness and threads, within the memory of its own
+    pool.
     """
     pool = config.pools[role]
-    budgets = Budgets(
-        chunk_tokens=config.chunk_tokens(pool, num_threads),
-        mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
-        mixed_step_factor=pool.mixed_step_factor,
-        max_sequences=config.max_sequences(pool),
-        prefix_caching=config.prefix_caching,
-        speculative=config.speculative,
-    )
+    roles: dict[str, RoleConfig] = {
+        name: _role_config(config, name, each.num_threads or num_threads)
+        for name, each in config.pools.items()
+    }
+    budgets = roles[role].budgets
     share, utilization = config.memory_share(pool, ranks_per_node)
     rank = RankConfig(
         model=folder,
@@ -77,7 +77,7 @@ def worker_config(
         context_tokens=config.context_tokens,
         num_threads=num_threads,
         transports=config.transports,
-        nice=_PREFILL_NICE if role == "prefill" else 0,
+        nice=roles[role].share.nice,
         host=host,
         start_seconds=config.start_seconds,
         silence_seconds=config.silence_seconds,
@@ -88,8 +88,24 @@ def worker_config(
     return WorkerConfig(
         rank=rank,
         budgets=budgets,
+        roles=roles,
         kv_disk=pool.kv_disk,
         kv_disk_bytes=int(pool.kv_disk_gb * _GIB),
         lease_seconds=config.lease_seconds,
         hang_seconds=config.hang_seconds,
     )
+
+
+def _role_config(config: TandemConfig, role: PoolRole, num_threads: int) -> RoleConfig:
+    """Returns the settings that a worker takes from the pool `role` with this role."""
+    pool = config.pools[role]
+    budgets = Budgets(
+        chunk_tokens=config.chunk_tokens(pool, num_threads),
+        mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+        mixed_step_factor=pool.mixed_step_factor,
+        max_sequences=config.max_sequences(pool),
+        prefix_caching=config.prefix_caching,
+        speculative=config.speculative,
+    )
+    nice = _PREFILL_NICE if role == "prefill" else 0
+    return RoleConfig(budgets=budgets, share=CpuShare(nice=nice, num_threads=pool.num_threads or 0))

@@ -4,27 +4,19 @@ Serve's policies count requests that pass through Serve, and none do here. This 
 the whole application because routers report the demand on the prefill pool. Serve calls it in its
 controller several times a second. An exception would stop all of the controller's work, so missing
 reports change nothing.
+
+A pool counts replicas, whatever their roles. Needs are counted by role and do not depend on the
+split, so the sum of both pools is right while workers have the other pool's role (`roles`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from pydantic import ValidationError
 
 from .config import ScalingConfig
-from .reports import (
-    KV_TOKENS,
-    MAX_KV_TOKENS,
-    MAX_SEQUENCES,
-    PREFILL_SECONDS,
-    PREFILL_TOKENS,
-    SEQUENCES,
-    STEP_SECONDS,
-    WAITING_KV_TOKENS,
-    WAITING_PREFILL_TOKENS,
-    WAITING_SEQUENCES,
-)
-from .sizing import bounded, decode_workers, prefill_workers, sequences_within, settle
+from .needs import Reports, Sample, prompt_need, sequence_need
+from .sizing import bounded, settle
 
 ROUTER: Final = "Router"
 PREFILL_POOL: Final = "PrefillPool"
@@ -32,18 +24,6 @@ DECODE_POOL: Final = "DecodePool"
 """The names of the deployments."""
 
 _NEEDS: Final = "needs"
-_LEAST_SECONDS: Final = 1e-3
-
-
-class Sample(Protocol):
-    """A value that a replica has reported, in Serve's form."""
-
-    timestamp: float
-    value: float
-
-
-Reports = Mapping[str, Mapping[Any, Sequence[Sample]]]
-"""By metric and replica, the values of the last window, the oldest first."""
 
 
 class PoolContext(Protocol):
@@ -85,13 +65,22 @@ class ScalingPolicy:
             for key, each in contexts.items()
             if each.deployment_name in (PREFILL_POOL, DECODE_POOL)
         }
-        decisions = {key: _decide(context, reports) for key, context in pools.items()}
+        has_prefill = any(
+            each.deployment_name == PREFILL_POOL and each.target_num_replicas
+            for each in pools.values()
+        )
+        decisions = {
+            key: _decide(context, reports, has_prefill=has_prefill)
+            for key, context in pools.items()
+        }
         numbers = {key: number for key, (number, _) in decisions.items()}
         states = {key: state for key, (_, state) in decisions.items()}
         return numbers, states
 
 
-def _decide(context: PoolContext, reports: Mapping[str, Reports]) -> tuple[int, dict[str, Any]]:
+def _decide(
+    context: PoolContext, reports: Mapping[str, Reports], *, has_prefill: bool
+) -> tuple[int, dict[str, Any]]:
     current = context.target_num_replicas
     state = context.policy_state
     now = context.current_time
@@ -99,15 +88,29 @@ def _decide(context: PoolContext, reports: Mapping[str, Reports]) -> tuple[int, 
         config = ScalingConfig.model_validate(context.config.policy.policy_kwargs)
     except ValidationError:  # Serve's configuration has replaced the autoscaling_config
         return current, state
-    workers = _workers(context.deployment_name, config, reports)
-    if workers is None or now is None:
+    if now is None:
         return current, state
-    needed = bounded(workers, current, context.config.min_replicas, context.config.max_replicas)
-    number, needs = settle(now, needed, state.get(_NEEDS, ()), current, config)
+    fewest, most = config.bounds_at(now, context.config.min_replicas, context.config.max_replicas)
+    workers = _workers(context.deployment_name, config, reports, has_prefill=has_prefill)
+    if workers is None:
+        if fewest <= current <= most:
+            return current, state
+        workers = current
+    needed = bounded(workers, current, fewest, most)
+    number, needs = settle(
+        now,
+        needed,
+        state.get(_NEEDS, ()),
+        current,
+        up_delay=config.up_delay_seconds,
+        down_delay=config.down_delay_seconds,
+    )
     return number, {_NEEDS: needs}
 
 
-def _workers(pool: str, config: ScalingConfig, reports: Mapping[str, Reports]) -> float | None:
+def _workers(
+    pool: str, config: ScalingConfig, reports: Mapping[str, Reports], *, has_prefill: bool
+) -> float | None:
     """Returns the number of workers that a pool needs, or None if too few values were reported.
 
     Without prefill workers, decode workers compute the prompts as well.
@@ -115,70 +118,19 @@ def _workers(pool: str, config: ScalingConfig, reports: Mapping[str, Reports]) -
     routers = reports.get(ROUTER, {})
     workers = 0.0
     if pool == DECODE_POOL:
-        found = _for_sequences(routers, reports[DECODE_POOL], config)
-        if found is None or PREFILL_POOL in reports:
+        found = sequence_need(routers, _of_pools(reports), config)
+        if found is None or has_prefill:
             return found
         workers = found
-    prompts = _for_prompts(routers, config)
+    prompts = prompt_need(routers, config)
     return None if prompts is None else workers + prompts
 
 
-def _for_prompts(routers: Reports, config: ScalingConfig) -> float | None:
-    """Returns the number of workers for the prompts of all routers.
-
-    Returns None until a router has reported twice, and while prompts wait but none was sent: then
-    the speed of a worker is unknown.
-    """
-    tokens = [each for each in _series(routers, PREFILL_TOKENS) if len(each) > 1]
-    seconds = sum(_growth(each) for each in _series(routers, PREFILL_SECONDS))
-    waiting = _last(routers, WAITING_PREFILL_TOKENS)
-    if not tokens or (waiting > 0 and seconds <= 0):
-        return None
-    return prefill_workers(
-        config,
-        arriving=sum(
-            _growth(each) / max(each[-1].timestamp - each[0].timestamp, _LEAST_SECONDS)
-            for each in tokens
-        ),
-        waiting=waiting,
-        worker_rate=sum(map(_growth, tokens)) / seconds if seconds > 0 else 0.0,
-    )
-
-
-def _for_sequences(routers: Reports, workers: Reports, config: ScalingConfig) -> float | None:
-    """Returns the number of workers for the sequences of all routers; None without reports."""
-    num_workers = len([each for each in _series(workers, MAX_SEQUENCES) if each])
-    if not num_workers:
-        return None
-    most = max(round(_last(workers, MAX_SEQUENCES) / num_workers), 1)
-    return decode_workers(
-        config,
-        sequences=_last(workers, SEQUENCES) + _last(routers, WAITING_SEQUENCES),
-        kv_tokens=_last(workers, KV_TOKENS) + _last(routers, WAITING_KV_TOKENS),
-        worker_sequences=sequences_within(config.tpot_seconds, most, list(_steps(workers))),
-        worker_kv_tokens=_last(workers, MAX_KV_TOKENS) / num_workers,
-    )
-
-
-def _series(reports: Reports, figure: str) -> Iterable[Sequence[Sample]]:
-    return reports.get(figure, {}).values()
-
-
-def _growth(series: Sequence[Sample]) -> float:
-    return series[-1].value - series[0].value if series else 0.0
-
-
-def _last(reports: Reports, figure: str) -> float:
-    """Returns the sum of the last values of all replicas."""
-    return sum(each[-1].value for each in _series(reports, figure) if each)
-
-
-def _steps(workers: Reports) -> Iterable[tuple[float, float]]:
-    """Yields the numbers of sequences in the window, each with the seconds of a step then."""
-    for replica, numbers in workers.get(SEQUENCES, {}).items():
-        seconds = {
-            each.timestamp: each.value for each in workers.get(STEP_SECONDS, {}).get(replica, ())
-        }
-        for each in numbers:
-            if each.value >= 1 and seconds.get(each.timestamp, 0.0) > 0:
-                yield each.value, seconds[each.timestamp]
+def _of_pools(reports: Mapping[str, Reports]) -> Reports:
+    """Returns the reports of the replicas of both pools."""
+    merged: dict[str, dict[Any, Sequence[Sample]]] = {}
+    for pool in (PREFILL_POOL, DECODE_POOL):
+        for figure, found in reports.get(pool, {}).items():
+            named = {(pool, replica): series for replica, series in found.items()}
+            merged.setdefault(figure, {}).update(named)
+    return merged

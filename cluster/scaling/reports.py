@@ -15,6 +15,7 @@ PREFILL_SECONDS: Final = "prefill_seconds"
 WAITING_PREFILL_TOKENS: Final = "waiting_prefill_tokens"
 WAITING_SEQUENCES: Final = "waiting_sequences"  # in routers, for decode workers
 WAITING_KV_TOKENS: Final = "waiting_kv_tokens"  # in routers, for decode workers
+DECODES: Final = "decodes"  # 1 for a worker with the role of decode, else 0
 SEQUENCES: Final = "sequences"  # running and waiting at a worker
 MAX_SEQUENCES: Final = "max_sequences"
 KV_TOKENS: Final = "kv_tokens"  # held by a worker for sequences, leases and transfers
@@ -53,6 +54,7 @@ def worker_report(info: worker_pb2.WorkerInfo) -> dict[str, float]:
     load = info.load
     held = load.total_blocks - load.free_blocks - load.cached_blocks
     return {
+        DECODES: float(info.role == worker_pb2.ROLE_DECODE),
         SEQUENCES: load.num_running + load.num_waiting,
         MAX_SEQUENCES: info.max_sequences,
         KV_TOKENS: max(held, 0) * info.block_size,

@@ -1,7 +1,8 @@
 """Defines the deployments of the Ray Serve application: `Router`, and `WorkerPool` for both pools.
 
 One replica of a pool is one worker; one replica of the router runs a gRPC and an HTTP server.
-Requests do not pass through Serve, which places, watches and restarts replicas.
+Requests do not pass through Serve, which places, watches and restarts replicas. One file because
+both kinds of replicas share their start, their registration and their end.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from ..store.store import ensure_tokenizer
 from .directory import DirectoryClient
 from .members import HEARTBEAT_SECONDS, Continuity, DirectoryWatcher, Members, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
-from .status import WorkerStatuses, describe_routers, drain_workers
+from .status import SWITCH_SECONDS, WorkerStatuses, describe_routers, drain_workers
 from .storage.remote import RemoteStorage
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, keep_reporting
@@ -111,6 +112,18 @@ class Replica:
         self._stop_server = stop
         self._tasks = [asyncio.create_task(task) for task in tasks]
 
+    def _follow_role(
+        self,
+        describe: Callable[[], tuple[str, Mapping[str, float]] | None],
+        take_role: Callable[[str], Awaitable[object]] | None = None,
+    ) -> Iterable[Coroutine[Any, Any, None]]:
+        """Yields the task that `DirectoryClient.follow_role` describes, if roles are scaled."""
+        scaling = self._config.scaled_roles
+        if scaling is not None:
+            yield self._directory.follow_role(
+                scaling, self._member_id, self._application, describe, take_role
+            )
+
 
 class WorkerPool(Replica):
     """Runs one worker of a pool: starts it, keeps it registered in the directory, stops it."""
@@ -168,6 +181,9 @@ class WorkerPool(Replica):
                 self._exit_on_failure(worker),
                 self._heartbeat(worker),
                 keep_reporting(worker.report_metrics),
+                *self._follow_role(
+                    lambda: _described(worker), partial(worker.switch_role, seconds=SWITCH_SECONDS)
+                ),
             )
 
     def check_health(self) -> None:
@@ -193,6 +209,7 @@ class WorkerPool(Replica):
     async def _heartbeat(self, worker: "Worker") -> None:
         """Keeps the worker registered until it fails; after that nothing may undo its removal."""
         while not worker.failed.is_set():
+            worker.has_news.clear()
             info = worker.info()
             info.application = self._application
             try:
@@ -201,7 +218,13 @@ class WorkerPool(Replica):
                 log.warning("heartbeat lost: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
-                    await worker.failed.wait()
+                    await worker.has_news.wait()
+
+
+def _described(worker: "Worker") -> tuple[str, dict[str, float]] | None:
+    """Returns a worker's role and load; None for one that drains, which keeps its role."""
+    info = worker.info()
+    return None if info.draining else (worker.role, worker_report(info))
 
 
 class Router(Replica):
@@ -274,6 +297,7 @@ class Router(Replica):
                 runtime.usage.run(),
                 self._directory.keep_sharing(watcher, self._blocked_prompts, self._adapters),
                 *(watch.run() for watch in runtime.watches),
+                *self._follow_role(lambda: ("", runtime.report_demand())),
             )
 
     def check_health(self) -> None:

@@ -12,6 +12,7 @@ calls it.
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import ray
@@ -21,6 +22,8 @@ from ...proto.errors import Unavailable
 from ...router.adapters import AdapterRegistry
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.storage.config import StorageConfig
+from ..scaling.config import RoleScaling
+from ..scaling.roles import REPORTS_PER_WINDOW
 from .members import EXPIRY_SECONDS, Changes, Directory, DirectoryWatcher, RouterInfo
 
 log = logging.getLogger(__name__)
@@ -101,6 +104,32 @@ class DirectoryClient:
             except Unavailable as error:
                 watcher.may_know_more = True
                 log.warning("a blocked prompt or an adapter is not shared yet: %s", error)
+
+    async def follow_role(
+        self,
+        scaling: RoleScaling,
+        member_id: str,
+        application: str,
+        describe: Callable[[], tuple[str, Mapping[str, float]] | None],
+        take_role: Callable[[str], Awaitable[object]] | None = None,
+    ) -> None:
+        """Reports a member's load, and has a worker take the roles that the directory chooses.
+
+        Runs without end. `describe` returns the present role, empty for a router, and the figures;
+        or None if there is nothing to report. While the directory is away, roles stay.
+        """
+        while True:
+            if (described := describe()) is not None:
+                role, figures = described
+                try:
+                    chosen = await self._call(
+                        "report", member_id, application, role, figures, scaling
+                    )
+                    if take_role is not None and chosen != role:
+                        await take_role(chosen)
+                except Unavailable as error:
+                    log.warning("the role stays as it is: %s", error)
+            await asyncio.sleep(scaling.config.window_seconds / REPORTS_PER_WINDOW)
 
     async def changes(self) -> Changes:
         """Returns all current members."""

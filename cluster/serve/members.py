@@ -24,6 +24,8 @@ from ...proto.identity import PeerIdentity
 from ...router.adapters import AdapterRegistry, Shared
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.storage.config import StorageConfig
+from ..scaling.config import RoleScaling
+from ..scaling.roles import RoleScaler
 from .storage.host import StorageHost
 
 EXPIRY_SECONDS: Final = 10.0
@@ -116,6 +118,7 @@ class Directory:
         # The members version of the last change of blocked prompts or adapters.
         self._shared_changed = 0
         self._changed = asyncio.Event()
+        self._role_scalers: dict[str, RoleScaler] = {}  # by application
 
     def __repr__(self) -> str:
         return f"tandem directory of {len(self._entries)} workers and routers"
@@ -138,6 +141,8 @@ class Directory:
 
     async def remove(self, member_id: str) -> None:
         """Drops a worker or a router; unknown ids are ignored."""
+        for scaler in self._role_scalers.values():
+            scaler.forget(member_id)
         if self._entries.pop(member_id, None) is not None:
             self._note_removed(member_id)
 
@@ -198,6 +203,27 @@ class Directory:
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    async def report(
+        self,
+        member_id: str,
+        application: str,
+        role: str,
+        figures: Mapping[str, float],
+        scaling: RoleScaling,
+    ) -> str:
+        """Records the load of a member; returns the role that the worker should have.
+
+        See `RoleScaler.report`. The latest `scaling` of an application counts.
+        """
+        now = self._clock()
+        scaler = self._role_scalers.get(application)
+        if scaler is None or scaler.scaling != scaling:
+            self._role_scalers = {
+                name: each for name, each in self._role_scalers.items() if not each.is_silent(now)
+            }
+            scaler = self._role_scalers[application] = RoleScaler(scaling)
+        return scaler.report(now, member_id, role, figures)
 
     def _lacks(self, known: Version) -> bool:
         """Returns True if the changes since `known` are not known any more."""

@@ -33,12 +33,12 @@ from ..local.environment import ROUTER_ENVIRONMENT, compute_environment
 from ..nodes import NodeOffer, ranks_per_node
 from ..scaling.config import ScalingConfig
 from ..scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, keep
+from ..scaling.roles import REPORTS_PER_WINDOW
 from ..store.checked import checked_folder, with_draft_folder
 from .app import Router, WorkerPool
 from .members import Continuity
 from .redeploy import first_continuity
 
-_REPORTS_PER_WINDOW: Final = 5
 _LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
 _POOLS: Final[dict[PoolRole, str]] = {"prefill": PREFILL_POOL, "decode": DECODE_POOL}
 
@@ -95,7 +95,7 @@ def build_app(
     pools = [
         _bind_pool(role, config, folder, nodes, continuity.identity, inherited)
         for role, pool in config.pools.items()
-        if pool.replicas
+        if pool.max_replicas
     ]
     environment = dict(ROUTER_ENVIRONMENT.items() - inherited.items())
     options = _options(config, config.router, environment)
@@ -169,7 +169,7 @@ def _number_options(fewest: int, most: int, scaling: ScalingConfig | None) -> di
             upscale_delay_s=0,
             downscale_delay_s=0,
             look_back_period_s=scaling.window_seconds,
-            metrics_interval_s=scaling.window_seconds / _REPORTS_PER_WINDOW,
+            metrics_interval_s=scaling.window_seconds / REPORTS_PER_WINDOW,
             policy=AutoscalingPolicy.model_validate(
                 {
                     "policy_function": f"{keep.__module__}:{keep.__name__}",

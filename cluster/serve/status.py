@@ -1,4 +1,4 @@
-"""Names the deployments of a service, and calls its workers: status, drain, load of adapters.
+"""Names the deployments of a service, and calls its workers: status, drain, role, adapters.
 
 Each deployment is a Serve application: NAME, then NAME.2, NAME.3 and so on, with its status page at
 the route of its name. Does not import Ray.
@@ -22,7 +22,10 @@ from .members import RouterInfo
 
 STATUS_SECONDS: Final = 1.0
 _FRESH_SECONDS: Final = 0.2
-_DRAIN_ANSWER_SECONDS: Final = 10.0
+_ANSWER_SECONDS: Final = 10.0  # beyond the time for which a worker waits itself
+
+SWITCH_SECONDS: Final = 2.0
+"""The time in which the requests of a worker that switches its role may move."""
 _LOAD_SECONDS: Final = 60.0  # of an adapter
 
 
@@ -121,9 +124,29 @@ async def drain_workers(
         worker_pb2.DrainRequest(timeout_seconds=timeout),
         addresses,
         identity,
-        timeout=timeout + _DRAIN_ANSWER_SECONDS,
+        timeout=timeout + _ANSWER_SECONDS,
     )
     return [None if answer is None else answer.num_requests for answer in answers]
+
+
+async def switch_worker(address: str, role: str, timeout: float, identity: PeerIdentity) -> int:
+    """Gives a worker another role; waits until its requests have moved, or for the timeout.
+
+    Returns the number of requests of the earlier role that are left. Raises Unavailable if the
+    worker does not answer, or keeps its role.
+    """
+    (answer,) = await _call_workers(
+        "SwitchRole",
+        worker_pb2.SwitchRoleRequest(role=f"ROLE_{role.upper()}", timeout_seconds=timeout),
+        [address],
+        identity,
+        timeout=timeout + _ANSWER_SECONDS,
+    )
+    if answer is None:
+        raise Unavailable("the worker does not answer")
+    if answer.error:
+        raise Unavailable(answer.error)
+    return int(answer.num_requests)
 
 
 async def load_on_workers(

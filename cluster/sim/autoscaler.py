@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..scaling.config import ScalingConfig
-from ..scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, Reports, ScalingPolicy
+from ..scaling.needs import Reports
+from ..scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, ScalingPolicy
 from ..scaling.reports import worker_report
 from .pools import SimulatedPools
 from .router import SimulatedRouter

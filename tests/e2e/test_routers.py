@@ -47,6 +47,7 @@ def service(address: str, tiny_model: Path, adapters: Path) -> Iterator[Any]:
         "router.replicas": 2,
         "router.resources": {"router": 1.0},
         "router.local_prefill_tokens": 0,
+        "role_scaling.window_seconds": 0.5,  # two workers always have one role each
     }
     # Below those that the kernel gives to connections.
     overrides |= {"router.grpc_port": 21_051, "router.http_port": 21_080}
@@ -273,6 +274,45 @@ def has_recovered(name: str) -> bool:
     )
 
 
+async def test_workers_change_roles_under_streams_and_the_directory_fills_the_gap(
+    service: Any, tiny_model: Path
+) -> None:
+    """The only decode worker gets the other role, so the prefill worker has to take its place."""
+    from tandem.cluster.serve.identity_file import read_identity
+    from tandem.cluster.serve.status import switch_worker
+
+    identity = read_identity(service.status_url)
+    expected = expected_tokens(tiny_model, PROMPTS, NUM_TOKENS)
+    for number in (1, 2):
+        before = by_role(service)
+        all_routers = ",".join(service.grpc_addresses)
+        streams = [asyncio.create_task(generate_all(all_routers, LONG)) for _ in range(2)]
+        await running(service, 2 * len(PROMPTS))
+        await switch_worker(before["decode"]["address"], "prefill", 0.0, identity)
+        ids = {"decode": before["prefill"]["id"], "prefill": before["decode"]["id"]}
+        deadline = time.monotonic() + 30
+        while {role: each["id"] for role, each in by_role(service).items()} != ids:
+            assert time.monotonic() < deadline, by_role(service)
+            await asyncio.sleep(0.02)
+        for found in await asyncio.gather(*streams):
+            assert [len(tokens) for tokens in found] == [LONG] * len(PROMPTS)
+            assert [tokens[:NUM_TOKENS] for tokens in found] == expected
+        wait_until_idle(service.status_url)
+        after = by_role(service)
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            assert after[role]["epoch"] == before[other]["epoch"] + 1, number
+            name = "num_recomputed_tokens"
+            assert after[role][name] == before[other][name]
+            # Streams that end add blocks, and a switch takes none away.
+            assert after[role]["load"]["cached_blocks"] >= before[other]["load"]["cached_blocks"]
+            assert after[role]["load"]["cached_blocks"] > 0
+
+
+def by_role(service: Any) -> dict[str, Any]:
+    """Returns a worker of the status page for each role."""
+    return {worker["role"]: worker for worker in status(service.status_url)["workers"]}
+
+
 async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_model: Path) -> None:
     """Also with the batch and the stored response that the killed one has taken."""
     from tandem.proto.errors import TandemError
@@ -350,11 +390,11 @@ async def answers_of_batch(client: openai.AsyncOpenAI, batch_id: str) -> dict[st
     return found
 
 
-async def running(service: Any) -> None:
-    """Waits until the decode worker runs streams of both routers."""
+async def running(service: Any, num_streams: int = len(PROMPTS) + 1) -> None:
+    """Waits until the decode worker runs so many streams; by default, of both routers."""
     deadline = time.monotonic() + 30
-    while max(w["load"]["num_running"] for w in status(service.status_url)["workers"]) <= len(
-        PROMPTS
+    while (
+        max(w["load"]["num_running"] for w in status(service.status_url)["workers"]) < num_streams
     ):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

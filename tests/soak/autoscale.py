@@ -2,6 +2,7 @@
 through fixed ones.
 
     python -m tandem.tests.soak.autoscale ../shared/traces/azure_2023_conversation.csv.gz ...
+    python -m tandem.tests.soak.autoscale --roles ../shared/traces/azure_2023_code.csv.gz
 
 Workers are made as fast as it takes for the mean load of a trace to need `--mean` of them in each
 pool, which is also how many there are at first. In time is a request that waits for at most so
@@ -9,6 +10,10 @@ long, and whose tokens come as fast as the target asks. What is late although al
 may be are asked for at the beginning, no policy serves in time. Passes if of the rest all but a
 small part is in time, with fewer worker seconds. Traces: AzureLLMInferenceTrace 2023
 (Azure/AzurePublicDataset) and Mooncake (kvcache-ai/Mooncake).
+
+With `--roles` the number of workers is fixed: four times `--mean`, twice what the mean load needs.
+Compares all fixed splits with one that the choice of roles changes. It passes if it serves as many
+requests in time as the even split, with which it begins.
 """
 
 import argparse
@@ -22,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from tandem.cluster.scaling.config import ScalingConfig
+from tandem.cluster.scaling.config import RoleScalingConfig, ScalingConfig
 from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL
 from tandem.tests.cluster.scaling.simulation import Arrival, Hardware, Outcome, Simulation
 
@@ -126,6 +131,19 @@ def compare(
     return lost <= LOST_SHARE and saves
 
 
+def compare_splits(arrivals: list[Arrival], hardware: Hardware, half: int) -> bool:
+    """Prints how each fixed split did, and one that follows the load; returns whether it passed."""
+    roles = RoleScalingConfig(tpot_seconds=TPOT_SECONDS)
+    switching = Simulation(hardware, half, half, roles=roles).run(arrivals)
+    shares = []
+    for number in range(1, 2 * half):
+        fixed = Simulation(hardware, number, 2 * half - number).run(arrivals)
+        print(_line(f"{number} + {2 * half - number}, fixed", fixed))
+        shares.append(len(fixed.in_time(WAIT_SECONDS, LATE_TPOT_SECONDS)))
+    print(_line("switching", switching))
+    return len(switching.in_time(WAIT_SECONDS, LATE_TPOT_SECONDS)) >= shares[half - 1]
+
+
 def _mean(outcome: Outcome, pool: str) -> float:
     return outcome.worker_seconds[pool] / outcome.seconds
 
@@ -169,6 +187,9 @@ def main() -> int:
         "--up-delay-seconds", type=float, help="of the configuration; so are the following"
     )
     parser.add_argument("--down-delay-seconds", type=float)
+    parser.add_argument(
+        "--roles", action="store_true", help="change the workers' roles instead of their number"
+    )
     parser.add_argument("--window-seconds", type=float)
     args = parser.parse_args()
     names = ("up_delay_seconds", "down_delay_seconds", "window_seconds")
@@ -177,11 +198,12 @@ def main() -> int:
     for path in args.traces:
         arrivals = read_trace(path)
         print(f"{path.name}: {len(arrivals)} requests in {arrivals[-1].time / 60:.0f} minutes")
-        passed &= compare(
-            arrivals,
-            hardware_for(arrivals, args.mean, args.start_seconds),
-            math.ceil(args.mean),
-            scaling,
+        hardware = hardware_for(arrivals, args.mean, args.start_seconds)
+        first = math.ceil(args.mean)
+        passed &= (
+            compare_splits(arrivals, hardware, round(2 * args.mean))
+            if args.roles
+            else compare(arrivals, hardware, first, scaling)
         )
     print("passed" if passed else "NOT PASSED")
     return 0 if passed else 1

@@ -122,19 +122,19 @@ async def _replace(
     tokens: int,
 ) -> Disturbed:
     found = Disturbed()
-    async with _streams_through(one, found, streams, tokens):
+    async with streams_through(one, found, streams, tokens):
         began = time.monotonic()
         two = await asyncio.to_thread(after.enter_context, other)
         await asyncio.to_thread(one.wait)  # returns because it is replaced
         await asyncio.to_thread(before.close)
         found.seconds = time.monotonic() - began
-        found.addresses = [_listening(one), _listening(two)]
+        found.addresses = [listening(one), listening(two)]
     url, _ = await asyncio.to_thread(ServiceAccess(url=one.status_url).status)
     assert url == two.status_url, (
         "the commands do not find the page of the second deployment by that of the first"
     )
     read_identity(url)  # which `tandem drain` needs
-    found.recomputed = await asyncio.to_thread(_recomputed, two)
+    found.recomputed = await asyncio.to_thread(recomputed, two)
     return found
 
 
@@ -148,7 +148,7 @@ def drain_under_streams(
 
 async def _drain(service: Service, *, streams: int, tokens: int) -> Disturbed:
     found = Disturbed(limit=DRAIN_SECONDS)
-    async with _streams_through(service, found, streams, tokens):
+    async with streams_through(service, found, streams, tokens):
         for role in ("decode", "prefill"):
             async with asyncio.timeout(FILL_SECONDS):
                 while found.traffic.num_running < streams:
@@ -166,12 +166,12 @@ async def _drain(service: Service, *, streams: int, tokens: int) -> Disturbed:
             found.seconds = max(found.seconds, time.monotonic() - began)
             if process.returncode:
                 found.unreachable.append(f"tandem drain: {output.decode().strip()}")
-    found.addresses = [_listening(service)]
-    found.recomputed = await asyncio.to_thread(_recomputed, service)
+    found.addresses = [listening(service)]
+    found.recomputed = await asyncio.to_thread(recomputed, service)
     return found
 
 
-def _listening(service: Service) -> str:
+def listening(service: Service) -> str:
     """Returns where the service listens, in whatever order its routers are."""
     return " ".join(
         sorted([*service.grpc_addresses, *service.http_addresses, *service.ops_addresses])
@@ -179,7 +179,7 @@ def _listening(service: Service) -> str:
 
 
 @asynccontextmanager
-async def _streams_through(
+async def streams_through(
     service: Service, found: Disturbed, streams: int, tokens: int
 ) -> AsyncIterator[None]:
     """Keeps streams and probes going, and waits for their ends."""
@@ -198,7 +198,7 @@ async def _streams_through(
         await asyncio.gather(running, probing)
 
 
-def _recomputed(service: Service) -> int:
+def recomputed(service: Service) -> int:
     """Waits until all workers are idle; returns how many tokens they have computed again."""
     wait_until_idle(service.status_url, 40)
     left = workers(service.status_url)

@@ -147,7 +147,7 @@ class ConsoleFeed:
 def worker_changes(
     before: Mapping[str, worker_pb2.WorkerInfo], after: Mapping[str, worker_pb2.WorkerInfo]
 ) -> list[dict[str, str]]:
-    """Returns an event for each worker that has joined, left, restarted or begun to drain."""
+    """Returns an event for each worker that came, left, restarted, switched or began to drain."""
     found = []
     for worker_id in sorted(before.keys() | after.keys()):
         old, new = before.get(worker_id), after.get(worker_id)
@@ -156,7 +156,8 @@ def worker_changes(
         elif old is None:
             found.append({"worker": worker_id, "cause": "joined"})
         elif new.epoch != old.epoch:
-            found.append({"worker": worker_id, "cause": "restarted"})
+            cause = "restarted" if new.role == old.role else "switched"
+            found.append({"worker": worker_id, "cause": cause})
         elif new.draining and not old.draining:
             found.append({"worker": worker_id, "cause": "draining"})
     return found

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tandem.cluster.cli import drain
+from tandem.cluster.cli import workers as commands
 from tandem.cluster.cli.main import app
 from tandem.cluster.service_url import ServiceAccess
 from tandem.proto.errors import NotFound, Unavailable
@@ -27,7 +27,7 @@ async def run(
     """
     service = {"workers": [{"id": name, "address": address} for name, address in workers.items()]}
     monkeypatch.setattr(ServiceAccess, "status", lambda access: (access.url, service))
-    monkeypatch.setattr(drain, "read_identity", lambda *args: IDENTITY)
+    monkeypatch.setattr(commands, "read_identity", lambda *args: IDENTITY)
     result = await asyncio.to_thread(CliRunner().invoke, app, ["drain", *args])
     return result.output, result.exception
 

@@ -2,7 +2,8 @@
 
 Prefill workers compute one prompt after another. The steps of decode workers take longer with more
 sequences. A request waits at the router while the pool that it needs next is full. Workers take
-time to start; workers that stop give their work to others.
+time to start; workers that stop give their work to others. Or the number of workers stays and
+their roles change, as the directory decides it.
 """
 
 import heapq
@@ -14,15 +15,16 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from tandem.cluster.scaling import reports
-from tandem.cluster.scaling.config import ScalingConfig
+from tandem.cluster.scaling.config import RoleScaling, RoleScalingConfig, ScalingConfig
+from tandem.cluster.scaling.needs import Sample
 from tandem.cluster.scaling.policy import (
     DECODE_POOL,
     PREFILL_POOL,
     ROUTER,
     PoolContext,
-    Sample,
     ScalingPolicy,
 )
+from tandem.cluster.scaling.roles import RoleScaler
 
 TICK: Final = 0.05  # seconds
 POLICY_SECONDS: Final = 1.0  # between two calls; Serve makes ten in that time
@@ -49,6 +51,7 @@ class Hardware:
     kv_tokens: int = 40_000
     max_sequences: int = 64
     start_seconds: float = 30.0
+    switch_seconds: float = 1.0  # until a worker with another role does its work
 
 
 @dataclass(kw_only=True)
@@ -92,8 +95,9 @@ class Job:
 
 
 class PrefillWorker:
-    def __init__(self) -> None:
-        self.free_at = 0.0
+    def __init__(self, name: str = "", free_at: float = 0.0) -> None:
+        self.name = name
+        self.free_at = free_at
 
     def lag(self, now: float) -> float:
         return max(self.free_at - now, 0.0)
@@ -105,7 +109,8 @@ class DecodeWorker:
     `pace` counts the tokens of each, `ends` is the count at which it has all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self.pace = 0.0
         self.ends: list[tuple[float, int, Job]] = []
         self.kv_tokens = 0.0
@@ -137,8 +142,11 @@ class Simulation:
         decode: ScalingConfig | int,
         *,
         first: int | None = None,
+        roles: RoleScalingConfig | None = None,
     ) -> None:
         """Starts the workers.
+
+        `roles`: how the workers of two fixed pools change their roles.
 
         `first`: the number of workers of each pool when the trace begins; the others of a fixed
         pool start then. By default one worker of a pool that scales, and all of a fixed pool.
@@ -161,6 +169,15 @@ class Simulation:
         self._number = 0
         self._tokens = 0.0
         self._last_report = float("-inf")
+        self._names = itertools.count()
+        self._roles: RoleScaler | None = None
+        if roles is not None:
+            assert isinstance(prefill, int)
+            assert isinstance(decode, int)
+            self._roles = RoleScaler(
+                RoleScaling(config=roles, num_prefill=prefill, num_workers=prefill + decode)
+            )
+            self._window = roles.window_seconds
         self.outcome = Outcome()
         for pool, size in self._sizes.items():
             number = first or (size if isinstance(size, int) else 1)
@@ -182,6 +199,7 @@ class Simulation:
                 next_policy += POLICY_SECONDS
                 self._report()
                 self._scale()
+                self._change_roles()
             self._now += TICK
             self.outcome.seconds = self._now
             for pool in self._sizes:
@@ -194,7 +212,8 @@ class Simulation:
         return self._prefill if pool == PREFILL_POOL else self._decode
 
     def _new(self, pool: str) -> Any:
-        return PrefillWorker() if pool == PREFILL_POOL else DecodeWorker()
+        name = f"worker-{next(self._names)}"
+        return PrefillWorker(name) if pool == PREFILL_POOL else DecodeWorker(name)
 
     def _lacks(self, job: Job) -> tuple[bool, bool]:
         """Returns two flags: a request waits for the prefill pool, and for the decode pool."""
@@ -247,35 +266,57 @@ class Simulation:
         if not windows or self._now - self._last_report < min(windows) / 5:
             return
         self._last_report = self._now
+        self._sample(ROUTER, 0, min(windows), self._demand())
+        for worker in self._decode:
+            self._sample(DECODE_POOL, id(worker), min(windows), self._load(worker))
+
+    def _demand(self) -> dict[str, float]:
+        """Returns the report of the router."""
         waits = self._lacks(self._queue[0]) if self._queue else (False, False)
         waiting = [job.arrival for job in self._queue]
-        self._sample(
-            ROUTER,
-            0,
-            min(windows),
-            {
-                reports.PREFILL_TOKENS: self._tokens,
-                reports.PREFILL_SECONDS: self._tokens / self._hardware.prefill_rate,
-                reports.WAITING_PREFILL_TOKENS: sum(each.prompt - each.cached for each in waiting)
-                if waits[0]
-                else 0,
-                reports.WAITING_SEQUENCES: len(waiting) if waits[1] else 0,
-                reports.WAITING_KV_TOKENS: sum(map(_kv_tokens, self._queue)) if waits[1] else 0,
-            },
-        )
-        for worker in self._decode:
-            self._sample(
-                DECODE_POOL,
-                id(worker),
-                min(windows),
-                {
-                    reports.SEQUENCES: len(worker.ends),
-                    reports.MAX_SEQUENCES: self._hardware.max_sequences,
-                    reports.KV_TOKENS: worker.kv_tokens,
-                    reports.MAX_KV_TOKENS: self._hardware.kv_tokens,
-                    reports.STEP_SECONDS: self._step_seconds(worker) if worker.ends else 0.0,
-                },
-            )
+        return {
+            reports.PREFILL_TOKENS: self._tokens,
+            reports.PREFILL_SECONDS: self._tokens / self._hardware.prefill_rate,
+            reports.WAITING_PREFILL_TOKENS: sum(each.prompt - each.cached for each in waiting)
+            if waits[0]
+            else 0,
+            reports.WAITING_SEQUENCES: len(waiting) if waits[1] else 0,
+            reports.WAITING_KV_TOKENS: sum(map(_kv_tokens, self._queue)) if waits[1] else 0,
+        }
+
+    def _load(self, worker: DecodeWorker) -> dict[str, float]:
+        """Returns the report of a decode worker."""
+        return {
+            reports.DECODES: 1.0,
+            reports.SEQUENCES: len(worker.ends),
+            reports.MAX_SEQUENCES: self._hardware.max_sequences,
+            reports.KV_TOKENS: worker.kv_tokens,
+            reports.MAX_KV_TOKENS: self._hardware.kv_tokens,
+            reports.STEP_SECONDS: self._step_seconds(worker) if worker.ends else 0.0,
+        }
+
+    def _change_roles(self) -> None:
+        """Reports all members to the choice of roles, and gives workers the chosen ones."""
+        if self._roles is None or self._now - self._last_report < self._window / 5:
+            return
+        self._last_report = self._now
+        self._roles.report(self._now, "router", "", self._demand())
+        for idle in list(self._prefill):
+            if self._roles.report(self._now, idle.name, "prefill", {}) == "decode":
+                self._prefill.remove(idle)  # its prompts are computed as planned
+                self._decode.append(DecodeWorker(idle.name))
+                self._note_roles()
+        for busy in list(self._decode):
+            figures = self._load(busy)
+            if self._roles.report(self._now, busy.name, "decode", figures) == "prefill":
+                self._stop_decode(busy)
+                begins = self._now + self._hardware.switch_seconds
+                self._prefill.append(PrefillWorker(busy.name, begins))
+                self._note_roles()
+
+    def _note_roles(self) -> None:
+        for pool in self._sizes:
+            self.outcome.targets[pool].append((self._now, len(self._workers(pool))))
 
     def _sample(
         self, deployment: str, replica: int, window: float, figures: Mapping[str, float]
@@ -346,7 +387,9 @@ class Simulation:
             worker = max(self._prefill, key=lambda each: each.free_at)
             self._prefill.remove(worker)
             return
-        left = min(self._decode, key=lambda each: len(each.ends))
+        self._stop_decode(min(self._decode, key=lambda each: len(each.ends)))
+
+    def _stop_decode(self, left: DecodeWorker) -> None:
         self._decode.remove(left)
         for end, number, job in left.ends:
             self._place(number, job, end - left.pace)

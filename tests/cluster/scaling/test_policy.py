@@ -32,6 +32,7 @@ BUSY = {
     reports.PREFILL_SECONDS: (5, 25),
 }
 DECODING = {
+    reports.DECODES: (1, 1),
     reports.SEQUENCES: (3, 30),
     reports.MAX_SEQUENCES: (16, 16),
     reports.KV_TOKENS: (10, 100),
@@ -54,7 +55,7 @@ class Serve:
         self._policy: Any = _apply_app_level_autoscaling_config(_resolve_policy_callable(kept))
         sizes = {ROUTER: (1, 1, _reports_to(config))}
         for name, pool in ((PREFILL_POOL, config.prefill), (DECODE_POOL, config.decode)):
-            if pool.replicas:
+            if pool.max_replicas:
                 sizes[name] = (
                     pool.replicas,
                     pool.max_replicas,
@@ -116,6 +117,54 @@ def test_pools_follow_what_is_reported_after_their_delays() -> None:
     idle: Figures = {ROUTER: IDLE, DECODE_POOL: DECODING | {reports.SEQUENCES: (0, 0)}}
     assert serve.decide(10.0, idle) == {PREFILL_POOL: 3, DECODE_POOL: 3}
     assert serve.decide(14.0, idle) == {PREFILL_POOL: 1, DECODE_POOL: 1}
+
+
+def test_a_worker_counts_for_the_role_that_it_has() -> None:
+    """A replica of the decode pool prefills, and one of the prefill pool decodes."""
+    serve = service(prefill=SCALED, decode=SCALED)
+    switched: Figures = {
+        ROUTER: BUSY,
+        PREFILL_POOL: DECODING,
+        DECODE_POOL: DECODING | {reports.DECODES: (1, 0), reports.SEQUENCES: (900, 900)},
+    }
+    for now in (1.0, 3.0):
+        found = serve.decide(now, switched)
+    assert found == {PREFILL_POOL: 3, DECODE_POOL: 3}
+
+
+def test_an_empty_prefill_pool_leaves_prompts_to_decode_workers() -> None:
+    serve = service(prefill=SCALED | {"replicas": 0}, decode=SCALED)
+    few = DECODING | {reports.SEQUENCES: (1, 1)}
+    load: Figures = {ROUTER: BUSY, DECODE_POOL: few}
+    assert serve.decide(0.0, load) == {PREFILL_POOL: 0, DECODE_POOL: 1}
+    assert serve.decide(2.0, load) == {PREFILL_POOL: 3, DECODE_POOL: 3}  # neither waits for it
+    for now in (7.0, 11.0):
+        found = serve.decide(now, load)
+    assert found == {PREFILL_POOL: 3, DECODE_POOL: 1}
+    quiet = {reports.PREFILL_TOKENS: (0, 500), reports.PREFILL_SECONDS: (0, 0.5)}
+    for now in (12.0, 20.0, 20.1):  # Serve stops the last one in a step of its own
+        found = serve.decide(now, {ROUTER: quiet, DECODE_POOL: few})
+    assert found == {PREFILL_POOL: 0, DECODE_POOL: 1}
+
+
+NIGHT = 1_764_201_600.0  # Thursday, 27 November 2025, 00:00 UTC
+
+
+def test_the_schedule_moves_the_bounds_with_and_without_load() -> None:
+    hours = [
+        {"days": ["thu"], "start": "08:00", "end": "20:00", "replicas": 3},
+        {"start": "22:00", "end": "06:00", "max_replicas": 1},
+    ]
+    scaled = {"replicas": 1, "autoscaling": SCALED["autoscaling"] | {"schedule": hours}}  # type: ignore[operator]
+    serve = service(decode=scaled, prefill={"replicas": 1})
+    busy: Figures = {ROUTER: BUSY, DECODE_POOL: DECODING}
+    found = []
+    for hour, load in ((1, busy), (7, busy), (9, {}), (21, {}), (23, busy), (27, busy), (33, {})):
+        for second in (0.0, 10.0):
+            number = serve.decide(NIGHT + 3600 * hour + second, load)[DECODE_POOL]
+        found.append(number)
+    # At night one; by day what the load needs, at least three on Thursdays.
+    assert found == [1, 3, 3, 3, 1, 1, 1]
 
 
 def test_a_pool_of_a_fixed_size_stays_and_what_waits_counts() -> None:
@@ -204,3 +253,45 @@ def test_tandem_serve_refuses_what_only_a_serve_configuration_can_start() -> Non
         start_service(config, "/models/tiny"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            {"decode.autoscaling": {"max_replicas": 2, "timezone": "Mars"}},
+            "decode.autoscaling.timezone|timezone: Mars is unknown",
+        ),
+        (
+            {
+                "decode.autoscaling": {
+                    "max_replicas": 2,
+                    "schedule": [{"start": "8:00", "end": "09:00"}],
+                }
+            },
+            "decode.autoscaling.schedule.0.start: must match",
+        ),
+        (
+            {
+                "decode.autoscaling": {
+                    "max_replicas": 2,
+                    "schedule": [{"start": "08:00", "end": "09:00", "replicas": 3}],
+                }
+            },
+            "decode.autoscaling.schedule.0: replicas 3 and max_replicas 2 must lie within",
+        ),
+        (
+            {"decode.replicas": 1, "prefill.replicas": 0, "role_scaling": {}},
+            "role_scaling: needs 2 workers .* got 1",
+        ),
+        (
+            {"decode.replicas": 2, "prefill.replicas": 2, "role_scaling.max_prefill": 1},
+            "role_scaling: prefill.replicas, 2, must lie within min_prefill, 1, and max_prefill, 1",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_meant_is_refused(
+    overrides: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=reason):
+        load_config(None, {"model": "m", **overrides})

@@ -104,7 +104,7 @@ def test_a_looser_target_never_allows_fewer_sequences(
 @given(
     workers=st.floats(0, 1e12) | st.just(math.inf) | st.just(math.nan),
     current=st.integers(0, 20),
-    fewest=st.integers(1, 9),
+    fewest=st.integers(0, 9),
     extra=st.integers(0, 9),
     more=st.floats(0, 10),
 )
@@ -121,6 +121,15 @@ def test_a_load_about_a_whole_number_of_workers_keeps_their_number() -> None:
     assert [bounded(each, 4, 1, 9) for each in (2.9, 3.1, 4.4)] == [3, 4, 4]
 
 
+def test_a_pool_that_may_be_empty_is_so_for_almost_no_load() -> None:
+    assert [bounded(each, 1, 0, 9) for each in (0.0, 0.09, 0.11, 1.0)] == [0, 0, 1, 1]
+    assert [bounded(each, 0, 0, 9) for each in (0.0, 0.19, 0.21, 1.2)] == [0, 0, 1, 2]
+
+
+def delays(config: ScalingConfig) -> dict[str, float]:
+    return {"up_delay": config.up_delay_seconds, "down_delay": config.down_delay_seconds}
+
+
 def settled(
     config: ScalingConfig, needs: Sequence[tuple[float, int]], current: int = 1
 ) -> list[tuple[float, int]]:
@@ -128,7 +137,7 @@ def settled(
     past: Sequence[Need] = []
     found = [(0.0, current)]
     for now, needed in needs:
-        current, past = settle(now, needed, past, current, config)
+        current, past = settle(now, needed, past, current, **delays(config))
         if current != found[-1][1]:
             found.append((now, current))
     return found
@@ -165,7 +174,7 @@ def test_the_past_is_forgotten_when_no_delay_needs_it(needs: list[int]) -> None:
     config = ScalingConfig(max_replicas=5, up_delay_seconds=2, down_delay_seconds=5)
     past: list[Need] = []
     for now, needed in enumerate(needs):
-        _, past = settle(float(now), needed, past, 1, config)
+        _, past = settle(float(now), needed, past, 1, **delays(config))
     assert len(past) <= 7
 
 

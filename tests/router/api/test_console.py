@@ -468,12 +468,14 @@ def test_changes_of_workers() -> None:
         worker("b", epoch=1),
         worker("c", epoch=1),
         worker("d", draining=True),
+        worker("f", epoch=1, role=worker_pb2.ROLE_DECODE),
     ]
     after = [
         worker("a", epoch=1, draining=True),
         worker("b", epoch=2),
         worker("d", draining=True),
         worker("e"),
+        worker("f", epoch=2, role=worker_pb2.ROLE_PREFILL),
     ]
     lists = [{each.worker_id: each for each in listed} for listed in (before, after)]
     assert [(each["worker"], each["cause"]) for each in worker_changes(*lists)] == [
@@ -481,6 +483,7 @@ def test_changes_of_workers() -> None:
         ("b", "restarted"),
         ("c", "left"),
         ("e", "joined"),
+        ("f", "switched"),
     ]
 
 

@@ -10,11 +10,12 @@ const CAUSES = {
   crash: "the worker was lost",
   transfer: "the KV cache could not be fetched",
   preempted: "the worker needed the blocks for older sequences",
-  suspended: "the worker is draining; the KV cache moves with the request",
+  suspended: "the worker is draining or has another role; the KV cache moves with the request",
   invalid: "the worker refused the request",
   joined: "joined the pool",
   left: "left the pool",
   restarted: "restarted, with a new epoch",
+  switched: "has the other role, with a new epoch",
   draining: "takes no new requests",
 };
 const BAD = new Set(["crash", "left", "transfer", "invalid"]);

@@ -1,0 +1,103 @@
+"""`tandem drain` and `tandem role`: take workers out of service, and give them another role."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ...proto.addresses import host_of
+from ...proto.errors import InvalidArgument, NotFound, Unavailable
+from ...proto.identity import PeerIdentity
+from ..serve.identity_file import kept_status_url, read_identity
+from ..serve.status import SWITCH_SECONDS, drain_workers, switch_worker
+from ..service_url import STATUS_URL, ServiceAccess
+from . import options as o
+
+
+@o.service_options(STATUS_URL)
+def drain(
+    worker_name: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A worker's id, a host for all workers with its address, or all.",
+        ),
+    ],
+    service: ServiceAccess,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for the requests of the workers.")
+    ] = 30.0,
+    identity: Annotated[
+        Path | None,
+        typer.Option(help="The service's identity; by default the file that `tandem serve` wrote."),
+    ] = None,
+) -> None:
+    """Make workers refuse new requests, and wait until they have no requests.
+
+    The routers move running requests to other workers, or let them end if no other worker has room.
+    A drained worker stays up and refuses requests until it is stopped. Exit code 1: a worker has
+    requests left, or does not answer.
+    """
+    url, found = service.status()
+    workers = [worker for worker in found["workers"] if worker_name in _names(worker)]
+    if not workers:
+        raise NotFound(f"no worker is {worker_name}")
+    addresses = [worker["address"] for worker in workers]
+    own = _identity(url, found, identity)
+    counts = asyncio.run(drain_workers(addresses, timeout, own))
+    for worker, count in zip(workers, counts, strict=True):
+        typer.echo(f"{worker['id']}: {'no answer' if count is None else f'{count} requests left'}")
+    if any(count != 0 for count in counts):
+        raise Unavailable("not every worker is drained")
+
+
+@o.service_options(STATUS_URL)
+def role(
+    worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="A worker's id.")],
+    wanted: Annotated[
+        Literal["prefill", "decode"], typer.Argument(metavar="ROLE", help="prefill or decode.")
+    ],
+    service: ServiceAccess,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for its requests to move.")
+    ] = SWITCH_SECONDS,
+    identity: Annotated[
+        Path | None,
+        typer.Option(help="The service's identity; by default the file that `tandem serve` wrote."),
+    ] = None,
+) -> None:
+    """Make a worker prefill or decode.
+
+    It keeps its weights and its prefix cache. The routers move its streams to other workers; a
+    request that cannot move ends where it is. After a restart the worker has the role of its pool
+    again.
+    """
+    url, found = service.status()
+    known = {worker["id"]: worker for worker in found["workers"]}
+    if worker_id not in known:
+        raise NotFound(f"no worker is {worker_id}")
+    others = [
+        each
+        for each in known.values()
+        if each["id"] != worker_id and (each["role"], each["state"]) == ("decode", "ready")
+    ]
+    if wanted == "prefill" and not others:
+        raise InvalidArgument("no other worker decodes; make one decode first", "WORKER")
+    own = _identity(url, found, identity)
+    began = time.monotonic()
+    left = asyncio.run(switch_worker(known[worker_id]["address"], wanted, timeout, own))
+    seconds = time.monotonic() - began
+    typer.echo(f"{worker_id}: {wanted} after {seconds:.2f} s, {left} requests left")
+
+
+def _identity(url: str, found: dict[str, Any], path: Path | None) -> PeerIdentity:
+    """Returns the identity of the service with this status, from `path` if it is given."""
+    if not url and path is None:
+        url = kept_status_url(found["service"])
+    return read_identity(url, path)
+
+
+def _names(worker: dict[str, Any]) -> tuple[str, ...]:
+    return worker["id"], host_of(worker["address"]), "all"
