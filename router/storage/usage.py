@@ -13,16 +13,29 @@ MAX_ROWS: Final = 100_000
 """Rows of one answer: each key has one row a day."""
 
 _FIELDS: Final = [field.name for field in fields(KeyUsage)]
-_COUNTS: Final = _FIELDS[3:]
-_ADDED: Final = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)
 _MAX_SOURCES: Final = 1_024
 
-TABLE: Final = f"""
+TABLE: Final = """
 CREATE TABLE IF NOT EXISTS key_usage (
-    day TEXT, key_name TEXT, tenant TEXT,
-    {", ".join(f"{name} INTEGER NOT NULL" for name in _COUNTS)},
+    day TEXT,
+    key_name TEXT,
+    tenant TEXT,
+    requests INTEGER NOT NULL,
+    failed INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    generated_tokens INTEGER NOT NULL,
     PRIMARY KEY (day, key_name, tenant)
 )
+"""
+_ADD: Final = """
+INSERT INTO key_usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET
+    requests = requests + excluded.requests,
+    failed = failed + excluded.failed,
+    prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    cached_tokens = cached_tokens + excluded.cached_tokens,
+    generated_tokens = generated_tokens + excluded.generated_tokens
 """
 
 
@@ -46,13 +59,9 @@ class UsageTable:
         """
         if number <= self._last.get(source, 0):
             return
-        marks = ", ".join("?" * (3 + len(_COUNTS)))
         with self._database.transaction() as database:
             for each in usage:
-                database.execute(
-                    f"INSERT INTO key_usage VALUES ({marks}) ON CONFLICT DO UPDATE SET {_ADDED}",
-                    *astuple(each),
-                )
+                database.execute(_ADD, *astuple(each))
             oldest = datetime.fromtimestamp(database.clock(), UTC) - timedelta(days=KEPT_DAYS)
             database.execute("DELETE FROM key_usage WHERE day < ?", oldest.date().isoformat())
         self._last.pop(source, None)
