@@ -39,11 +39,7 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
             events.append(_accept_draft(table, sequence, step, samples.tokens[start:end], logprobs))
             continue
         sequence.num_computed += len(step.token_ids)
-        if sequence.num_computed >= sequence.next_publish:
-            table.publish(sequence)
-        if sequence.slots.points:
-            table.states.publish(sequence)
-        table.retain(sequence)
+        _publish(table, sequence)
         if sequence.scores_prompt:
             sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
         if sequence.spec.task is Task.PREFILL:
@@ -59,6 +55,15 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         candidates = [samples.logprobs[member.spec.id][0].top for member in search.members]
         events += advance_search(table, search, candidates)
     return events
+
+
+def _publish(table: RequestTable, sequence: Sequence) -> None:
+    """Publishes the blocks and states that a step has completed, and begins their retentions."""
+    if sequence.num_computed >= sequence.next_publish:
+        table.publish(sequence)
+    if sequence.slots.points:
+        table.states.publish(sequence)
+    table.retain(sequence)
 
 
 def _fail_step(
