@@ -199,12 +199,13 @@ def make_candidate(
     step_seconds: float = NEUTRAL_STEP_SECONDS,
 ) -> Candidate:
     """Returns a worker as the policy sees it; `step_seconds` counts until it has reported one."""
-    info = worker.info
+    # Reads each property once: a placement makes up to 40 candidates.
+    info, own, others, load = worker.info, worker.own, worker.others, worker.load
     return Candidate(
         worker_id=info.worker_id,
         pending_tokens=worker.pending_tokens,
-        num_pending=worker.own.prompts + worker.others.prompts,
-        num_requests=worker.own.sequences + worker.others.sequences,
+        num_pending=own.prompts + others.prompts,
+        num_requests=own.sequences + others.sequences,
         free_tokens=worker.free_tokens,
         matched_tokens=matched_tokens,
         max_sequences=info.max_sequences,
@@ -212,5 +213,5 @@ def make_candidate(
         cost=worker.cost,
         prefill=speeds.prefill_cost(worker),
         transfer=speeds.transfer.cost(info.worker_id),
-        step_seconds=worker.load.step_seconds or step_seconds,
+        step_seconds=load.step_seconds or step_seconds,
     )

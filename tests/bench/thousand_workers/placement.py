@@ -52,6 +52,8 @@ def run(
     # Each prefill worker computes for about half of the time.
     traffic = Traffic(conversations=conversations, per_second=0.3 * half)
     simulation = Simulation(place, traffic=traffic, pools=pools)
+    for registry in simulation.registries:
+        registry.capacity.subscribe(lambda: None)  # as admission does: reports are counted at once
     with _bound(_NO_BOUND if full_scan else pool.MAX_CANDIDATES):
         for number, traced in enumerate(trace):
             simulation.after(traced.time, partial(_ask, simulation, number, traced))
