@@ -20,12 +20,20 @@ from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.peers import IDENTITY, peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
+from tandem.workers.engine.plan import DelegatingExecutor, Executor
 from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.transfer.sender import FrameHook
 
 VOCAB = 1000
+
+
+def innermost(executor: Executor) -> Executor:
+    """Returns the executor that others wrap: the model's runner in a worker with a model."""
+    while isinstance(executor, DelegatingExecutor):
+        executor = executor._executor
+    return executor
 
 
 def fake_rank(

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from ...proto.errors import InvalidArgument, PermissionDenied
 from ..auth.authenticator import Caller
 from ..storage.interface import Owner
-from ..storage.usage import day_of
+from ..storage.usage import MAX_ROWS, day_of
 from .service import GenerationService
 
 
@@ -32,4 +32,5 @@ async def answer_usage(service: GenerationService, request: Request) -> Response
     if not caller.sees_all:
         owner = Owner(tenant=caller.tenant, key_name=caller.key_name)
     found = await service.storage.find_usage(since, owner)
-    return JSONResponse({"object": "list", "data": list(map(asdict, found))})
+    has_more = len(found) == MAX_ROWS
+    return JSONResponse({"object": "list", "data": list(map(asdict, found)), "has_more": has_more})

@@ -127,7 +127,11 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
     monkeypatch.setattr("os._exit", exit_with)
     monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.01)
     worker: Any = SimpleNamespace(
-        failed=asyncio.Event(), worker_id="w", info=worker_pb2.WorkerInfo, stop=asyncio.Event().wait
+        failed=asyncio.Event(),
+        has_news=asyncio.Event(),
+        worker_id="w",
+        info=worker_pb2.WorkerInfo,
+        stop=asyncio.Event().wait,
     )
     directory = SimpleNamespace(
         register=partial(record, "register"), remove=partial(record, "remove")

@@ -16,7 +16,7 @@ from tandem.proto import worker_pb2
 from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.request import LoraAdapter
 from tandem.tests.adapters import make_adapter, peft_reference
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, split_fleet
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, innermost, split_fleet
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -134,7 +134,7 @@ async def test_evicted_adapters_are_loaded_again(
         for worker in running.workers:
             prints = [read_adapter(folders[name], 64).fingerprint for name in ("eight", "many")]
             assert worker._requests.adapters.loaded == prints
-            runner: Any = getattr(worker._rank.executor, "_executor", worker._rank.executor)
+            runner: Any = innermost(worker._rank.executor)
             assert len(runner.adapters._loaded) <= 3, "two, and one that leaves with the next step"
 
 

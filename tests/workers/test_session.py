@@ -79,6 +79,7 @@ async def test_changes_before_the_first_cache_report_are_in_it() -> None:
     cache = await taken(session)
     assert (list(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"b", b"c"], [])
     session.change_cache([b"a"], [b"b"])
+    session.wake()
     cache = await taken(session)
     assert (list(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"a"], [b"b"])
 
@@ -121,6 +122,8 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
         session.change_cache(stored, evicted)
         if turn == 5:
             session.start_cache_reports(cached)
+        if session.is_stale(session.load_version):
+            session.wake()
         while chance.random() < 0.5 or turn == 1000:
             message = await queued(session)
             if message is None:

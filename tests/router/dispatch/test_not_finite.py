@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tandem.proto.errors import InternalError
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, split_fleet
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, innermost, split_fleet
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def embeddings(worker: Worker) -> torch.Tensor:
     """Returns the embeddings of a worker's model, [vocab_size, hidden]."""
-    runner: Any = worker._rank.executor
+    runner: Any = innermost(worker._rank.executor)
     weight: torch.Tensor = runner._model.embed_tokens.weight.data
     return weight
 
