@@ -3,6 +3,7 @@ who is replaced.
 """
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,11 @@ async def test_tokens_that_the_model_does_not_have_reach_no_client() -> None:
     Garbage(ranks[0].executor)
     async with fleet(0, 2, rank=lambda role: ranks.pop(0)) as running:
         causes: list[str] = []
-        while not causes:
-            tokens, timeline = await running.generate(token_request(PROMPTS[0], 8))
-            assert tokens == expected_tokens(PROMPTS[0], 8, VOCAB)
+        for number in itertools.count():  # a prompt of its own each: no prefix cache draws it
+            ids = prompt(20, number)
+            tokens, timeline = await running.generate(token_request(ids, 8, name=f"r{number}"))
+            assert tokens == expected_tokens(ids, 8, VOCAB)
             causes += [each.cause for each in timeline.interruptions]
+            if causes:
+                break
         assert causes == ["not_finite"]
