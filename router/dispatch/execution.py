@@ -105,7 +105,7 @@ class RequestExecution:
         self._error: Exception | None = None  # for the caller
         self._time_is_over = False  # that the request may take
         self._output = OutputBuffer()
-        self._avoided: dict[str, float] = {}  # worker ids, until when
+        self._avoided: dict[WorkerKey, float] = {}  # until when
         # When choices fail that were interrupted since their last token.
         self._give_up: dict[int, float] = {}
         self._num_transfers_lost = [0] * self._num_choices
@@ -396,7 +396,7 @@ class RequestExecution:
         if cause is Cause.NOT_FINITE:
             self._count_not_finite(worker, attempt)
         if cause.avoids_worker:
-            self._avoided[worker[0]] = self._clock() + AVOID_SECONDS
+            self._avoided[worker] = self._clock() + AVOID_SECONDS
         for choice in choices:
             self._num_transfers_lost[choice] += cause is Cause.TRANSFER
         if cause.counts_crash:
@@ -540,10 +540,22 @@ class RequestExecution:
         return True
 
     def _avoided_now(self) -> set[str]:
-        """Returns the workers to avoid now, and forgets the others."""
+        """Returns the workers to avoid now, and forgets the others.
+
+        A worker with a new epoch has started again or has another role, and is not avoided.
+        """
         now = self._clock()
-        self._avoided = {worker: until for worker, until in self._avoided.items() if until > now}
-        return set(self._avoided)
+        self._avoided = {
+            worker: until
+            for worker, until in self._avoided.items()
+            if until > now and not self._has_new_epoch(worker)
+        }
+        return {worker_id for worker_id, _ in self._avoided}
+
+    def _has_new_epoch(self, worker: WorkerKey) -> bool:
+        worker_id, epoch = worker
+        info = self._registry.get(worker_id)
+        return info is not None and 0 < epoch < info.epoch
 
     def _watch_workers(self) -> None:
         """Subscribes `wake` to workers that become free, while choices are parked."""

@@ -185,6 +185,9 @@ class FakePools:
             self.sources[b"%d" % submit.attempt] = submitted
         return client.submit(submit, asyncio.Event())
 
+    def get(self, worker_id: str) -> None:
+        """Returns no entry of the directory: these workers never have a new epoch."""
+
     def place(
         self,
         request: TokenRequest,

@@ -215,3 +215,31 @@ async def test_a_sequence_that_was_meant_for_the_worker_goes_to_another_one(
             ids, _ = await request
             assert ids == expected_choices(range(n, n + 600), 1, 50, VOCAB)
         assert set(decoding) == {running.workers[2]._engine}
+
+
+async def test_nothing_is_computed_again_while_two_workers_switch_in_turn() -> None:
+    """Each has just refused requests in its earlier role when the other's streams move to it."""
+    async with fleet(
+        1,
+        2,
+        rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002),
+        roles=ROLES,
+        **WIDEST,
+    ) as running:
+        is_over = False
+
+        async def keep_going(number: int) -> None:
+            while not is_over:
+                prompt = range(number, number + 40)
+                ids, _ = await running.choices(token_request(prompt, 20 + number))
+                assert ids == expected_choices(prompt, 1, 20 + number, VOCAB)
+
+        requests = [asyncio.create_task(keep_going(number)) for number in range(16)]
+        await until_running(running, 8)
+        for _ in range(3):
+            for worker in running.workers[1:]:
+                for role in ("prefill", "decode"):
+                    assert await switch(running, worker, role) == 0
+        is_over = True
+        await asyncio.gather(*requests)
+        assert sum(each.num_recomputed_tokens for each in await running.statuses()) == 0
