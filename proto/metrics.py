@@ -282,19 +282,20 @@ REFUSALS = _counter(
     "long; waited: the request has waited too long.",
     reason=("full", "predicted", "waited"),
 )
+_SLO_OUTCOMES: Final = ("met", "ttft", "tpot", "e2e", "failed", "refused")
 SLO_REQUESTS = _counter(
     "tandem_slo_requests_total",
     "Requests of an SLO class that have ended; met: within every limit of the class; ttft, tpot, "
     "e2e: the first limit that was missed; failed and refused: without a complete answer. Requests "
     "that the client cancelled do not count.",
     slo_class=(),
-    outcome=("met", "ttft", "tpot", "e2e", "failed", "refused"),
+    outcome=_SLO_OUTCOMES,
 )
 SLO_TOKENS = _counter(
     "tandem_slo_tokens_total",
     "Generated tokens of these requests.",
     slo_class=(),
-    outcome=("met", "ttft", "tpot", "e2e", "failed", "refused"),
+    outcome=_SLO_OUTCOMES,
 )
 ERRORS = _counter(
     "tandem_errors_total",

@@ -163,7 +163,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.eval": ("cluster.text_files", "router.client"),
         "cluster.bench": ("cluster: tables text_files traces", "router.client"),
         "cluster.sim": (
-            "cluster: bench local.session scaling scaling.config serve.members traces",
+            "cluster: bench config local.session scaling scaling.config serve.members traces",
             "router: dispatch request scheduling",
             "workers: engine kv_cache serve tp transfer",
         ),

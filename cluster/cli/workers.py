@@ -3,13 +3,14 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from ...proto.addresses import host_of
 from ...proto.errors import InvalidArgument, NotFound, Unavailable
 from ...proto.identity import PeerIdentity
+from ..config import PoolRole
 from ..serve.identity_file import kept_status_url, read_identity
 from ..serve.status import SWITCH_SECONDS, drain_workers, switch_worker
 from ..service_url import STATUS_URL, ServiceAccess
@@ -56,9 +57,7 @@ def drain(
 @o.service_options(STATUS_URL)
 def role(
     worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="A worker's id.")],
-    wanted: Annotated[
-        Literal["prefill", "decode"], typer.Argument(metavar="ROLE", help="prefill or decode.")
-    ],
+    wanted: Annotated[PoolRole, typer.Argument(metavar="ROLE", help="prefill or decode.")],
     service: ServiceAccess,
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for its requests to move.")

@@ -37,7 +37,7 @@ async def local_ranks(
             processes.append(await _start(config, environment))
         yield list(await asyncio.gather(*map(_address, processes)))
     finally:
-        await asyncio.gather(*map(_end, processes))
+        await asyncio.gather(*map(end_process, processes))
 
 
 async def _start(config: RankConfig, environment: Mapping[str, str]) -> Process:
@@ -63,12 +63,12 @@ async def _address(process: Process) -> str:
     raise Unavailable("a rank of the model did not start")
 
 
-async def _end(process: Process) -> None:
-    """Closes the pipe to a process, and kills the process if it does not end."""
+async def end_process(process: Process, seconds: float = _END_SECONDS) -> None:
+    """Closes the pipe to a process, and kills the process if it does not end in time."""
     assert process.stdin is not None
     process.stdin.close()
     try:
-        async with asyncio.timeout(_END_SECONDS):
+        async with asyncio.timeout(seconds):
             await process.wait()
     except TimeoutError:
         process.kill()

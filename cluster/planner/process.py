@@ -11,7 +11,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -36,12 +36,13 @@ from ...workers.tp.coordinator import TpCoordinator
 from ...workers.tp.rank import Rank, enter_engine_thread
 from ..config import PoolRole, TandemConfig
 from ..local.environment import ROUTER_ENVIRONMENT, compute_environment
-from ..local.ranks import local_ranks
+from ..local.ranks import end_process, local_ranks
 from ..local.worker import rank_threads, worker_config
 from ..sim.cost import StepSample
 from .grid import list_scenarios, measure_grid
 
 _HOST: Final = "127.0.0.1"
+
 _END_SECONDS: Final = 10.0
 
 Answer = dict[str, Any]
@@ -103,15 +104,7 @@ async def run_process(spec: ProcessSpec) -> AsyncIterator[tuple[MeasuredProcess,
         process.stdin.write(spec.model_dump_json().encode() + b"\n")
         yield child, await child.answer()
     finally:
-        with suppress(ProcessLookupError, BrokenPipeError):
-            assert process.stdin is not None
-            process.stdin.close()
-        try:
-            async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await end_process(process, _END_SECONDS)
 
 
 async def _run_worker(spec: ProcessSpec) -> None:

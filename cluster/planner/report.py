@@ -8,13 +8,13 @@ from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
 from ...proto.errors import InvalidArgument
-from ..sim.service import Role
+from ..config import PoolRole
 from ..tables import make_table
 from .search import RateResult, SplitPlan, best_knee, other_kind
 from .workload import Objective
 
 SATURATED: Final = "saturated"
-_ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
+_ROLES: Final[tuple[PoolRole, ...]] = ("prefill", "decode")
 _FIGURES: Final = {
     "TTFT p50": "p50_ttft_ms",
     "p99": "p99_ttft_ms",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from ..sim.cost import ServiceCosts
+from ..sim.cost import ServiceCosts, StepWork
 from ..sim.result import SimulationResult
 from ..sim.service import SimulatedService
 from ..sim.simulate import simulate
@@ -203,17 +203,14 @@ def request_seconds(
     """Returns about the seconds of the longest request in an idle service."""
     chunk = service.decode.budgets.chunk_tokens
     num_chunks = -(-workload.longest_input // chunk)
-    output = workload.longest - workload.longest_input
+    prompt = StepWork(
+        prompt_tokens=workload.longest_input, prompt_context=workload.longest_input**2 // 2
+    )
+    decode = StepWork(sequences=1, context_tokens=workload.longest)
     return (
-        num_chunks * costs.prefill.fixed
-        + workload.longest_input * costs.prefill.each_prompt_token
-        + workload.longest_input**2 / 2 * costs.prefill.each_prompt_context
-        + output
-        * (
-            costs.decode.fixed
-            + costs.decode.each_sequence
-            + costs.decode.each_context_token * workload.longest
-        )
+        (num_chunks - 1) * costs.prefill.fixed
+        + costs.prefill.seconds(prompt)
+        + (workload.longest - workload.longest_input) * costs.decode.seconds(decode)
     )
 
 

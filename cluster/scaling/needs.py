@@ -1,6 +1,7 @@
 """Computes from the reports of routers and workers how many workers prompts and sequences need."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from .reports import (
@@ -28,6 +29,14 @@ class Sample(Protocol):
     def timestamp(self) -> float: ...
     @property
     def value(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Holds a sample where Serve does not."""
+
+    timestamp: float
+    value: float
 
 
 Reports = Mapping[str, Mapping[Any, Sequence[Sample]]]

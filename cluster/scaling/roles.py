@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .config import RoleScaling
-from .needs import Reports, prompt_need, sequence_need
+from .needs import Reports, Value, prompt_need, sequence_need
 from .reports import SEQUENCES
 from .sizing import Need, RoleSplit, settle
 
@@ -23,14 +23,6 @@ _ORDER_SECONDS: Final = 10.0  # a worker that has not switched by then is not wa
 
 Role = str
 """`prefill` or `decode`; empty for a router."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """Holds one reported value, in the form of `needs.Sample`."""
-
-    timestamp: float
-    value: float
 
 
 @dataclass(slots=True)
@@ -157,14 +149,14 @@ class RoleScaler:
         return now - time < self._config.delay_seconds and (change > 0) != (role == "prefill")
 
     def _reports(self, *, of_routers: bool) -> Reports:
-        found: dict[str, dict[str, list[_Value]]] = {}
+        found: dict[str, dict[str, list[Value]]] = {}
         for member_id, member in self._members.items():
             if bool(member.role) is of_routers:
                 continue
             for time, figures in member.reports:
                 for figure, value in figures.items():
                     series = found.setdefault(figure, {}).setdefault(member_id, [])
-                    series.append(_Value(time, value))
+                    series.append(Value(time, value))
         return found
 
     def _num_sequences(self, worker_id: str) -> tuple[float, str]:

@@ -278,17 +278,6 @@ class Directory:
             self._note_removed(member_id)
 
 
-def _described_load(worker_id: str, entry: _Entry) -> bytes:
-    epoch, *_ = entry.order
-    return worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch).SerializeToString() + entry.load
-
-
-def _renewed(event: asyncio.Event) -> asyncio.Event:
-    """Sets the event; returns a new one for the next waiters."""
-    event.set()
-    return asyncio.Event()
-
-
 class DirectoryWatcher:
     """Merges the changes that a router receives into the list of workers that it may use."""
 

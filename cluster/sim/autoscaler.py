@@ -6,23 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ..config import PoolRole
 from ..scaling.config import ScalingConfig
-from ..scaling.needs import Reports
+from ..scaling.needs import Reports, Value
 from ..scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, ScalingPolicy
 from ..scaling.reports import worker_report
+from ..scaling.roles import REPORTS_PER_WINDOW
 from .pools import SimulatedPools
 from .router import SimulatedRouter
-from .service import Resize, Role, SimulatedService
+from .service import Resize, SimulatedService
 
 _POLICY_SECONDS: Final = 1.0  # between two calls; Serve makes ten in that time
-_REPORTS: Final = 5  # in a window of the policy
-_DEPLOYMENTS: Final[dict[Role, str]] = {"prefill": PREFILL_POOL, "decode": DECODE_POOL}
-
-
-@dataclass(slots=True)
-class _Sample:
-    timestamp: float
-    value: float
+_DEPLOYMENTS: Final[dict[PoolRole, str]] = {"prefill": PREFILL_POOL, "decode": DECODE_POOL}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +51,12 @@ class _Series:
     """Keeps the reports of one deployment for a time."""
 
     seconds: float
-    values: dict[str, dict[str, deque[_Sample]]] = field(default_factory=dict)
+    values: dict[str, dict[str, deque[Value]]] = field(default_factory=dict)
 
     def add(self, now: float, replica: str, report: Mapping[str, float]) -> None:
         for figure, value in report.items():
             series = self.values.setdefault(figure, {}).setdefault(replica, deque())
-            series.append(_Sample(now, value))
+            series.append(Value(now, value))
             while series[0].timestamp < now - self.seconds:
                 series.popleft()
 
@@ -92,7 +87,9 @@ class Autoscaler:
         self._default = configs[0] if configs else None
         self._states: dict[str, dict[str, Any]] = {}
         self._reports = {name: _Series(self._window) for name in (ROUTER, *_DEPLOYMENTS.values())}
-        self._starting: dict[Role, list[asyncio.Task[None]]] = {each: [] for each in service.pools}
+        self._starting: dict[PoolRole, list[asyncio.Task[None]]] = {
+            each: [] for each in service.pools
+        }
         self._stopping: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -103,7 +100,7 @@ class Autoscaler:
         while True:
             await asyncio.sleep(_POLICY_SECONDS)
             if self._clock() >= next_report:
-                next_report = self._clock() + self._window / _REPORTS
+                next_report = self._clock() + self._window / REPORTS_PER_WINDOW
                 self._report()
             self._decide(self._default)
 
@@ -112,9 +109,9 @@ class Autoscaler:
         await asyncio.sleep(resize.time - self._clock())
         self.resize(resize.role, resize.workers)
 
-    def resize(self, role: Role, number: int) -> None:
+    def resize(self, role: PoolRole, number: int) -> None:
         """Starts or stops workers until a pool has `number`, counting those that start."""
-        starting = self._starting[role] = [each for each in self._starting[role] if not each.done()]
+        starting = self._still_starting(role)
         running = self._pools.running(role)
         while len(running) + len(starting) < number:
             starting.append(asyncio.create_task(self._start(role)))
@@ -126,13 +123,17 @@ class Autoscaler:
                 self._stopping.add(stopping)
                 stopping.add_done_callback(self._stopping.discard)
 
-    async def _start(self, role: Role) -> None:
+    async def _start(self, role: PoolRole) -> None:
         await asyncio.sleep(self._service.pools[role].start_seconds)
         await self._pools.start(role)
 
-    def _number(self, role: Role) -> int:
-        starting = [each for each in self._starting[role] if not each.done()]
-        return len(self._pools.running(role)) + len(starting)
+    def _number(self, role: PoolRole) -> int:
+        return len(self._pools.running(role)) + len(self._still_starting(role))
+
+    def _still_starting(self, role: PoolRole) -> list[asyncio.Task[None]]:
+        """Returns the starts that have not ended, and forgets the others."""
+        self._starting[role] = [each for each in self._starting[role] if not each.done()]
+        return self._starting[role]
 
     def _report(self) -> None:
         now = self._clock()

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from ..config import PoolRole
 from ..serve.members import HEARTBEAT_SECONDS, Directory
 from .cost import ServiceCosts
 from .fabric import Fabric
 from .result import WorkerUsage
-from .service import Fault, Role, SimulatedService
+from .service import Fault, SimulatedService
 from .transfers import TransferCosts
 from .worker import SimulatedWorker, WorkerSpec
 
@@ -30,7 +31,7 @@ class SimulatedPools:
     ) -> None:
         """Starts no worker. `failed` is called if a worker has a defect."""
         self.usages: list[WorkerUsage] = []
-        self.sizes: dict[Role, list[tuple[float, int]]] = {role: [] for role in service.pools}
+        self.sizes: dict[PoolRole, list[tuple[float, int]]] = {role: [] for role in service.pools}
         self._service = service
         self._costs = costs
         self._fabric = fabric
@@ -47,11 +48,11 @@ class SimulatedPools:
             lease_seconds=service.lease_seconds,
         )
 
-    def running(self, role: Role) -> list[SimulatedWorker]:
+    def running(self, role: PoolRole) -> list[SimulatedWorker]:
         """Returns the workers of a role that take requests, the oldest first."""
         return [each for each in self._workers.values() if each.spec.role == role]
 
-    async def start(self, role: Role, worker_id: str = "") -> SimulatedWorker:
+    async def start(self, role: PoolRole, worker_id: str = "") -> SimulatedWorker:
         """Starts a worker, which is ready at once; `worker_id`: of one that returns."""
         self._num_started += 1
         pool = self._service.pools[role]
@@ -106,7 +107,7 @@ class SimulatedPools:
         self._heartbeats.pop(worker.spec.worker_id).cancel()
         self._count(worker.spec.role)
 
-    def _count(self, role: Role) -> None:
+    def _count(self, role: PoolRole) -> None:
         self.sizes[role].append((self._clock(), len(self.running(role))))
 
     def _contention(self, worker_id: str) -> float:

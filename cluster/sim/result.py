@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ...proto import inference_pb2
 from ..bench.metrics import RequestRecord, Summary, summarize
-from .service import Role
+from ..config import PoolRole
 
 
 @dataclass(eq=False, kw_only=True)
@@ -13,7 +13,7 @@ class WorkerUsage:
     """Measures the use of one worker from its start to its end."""
 
     worker_id: str
-    role: Role
+    role: PoolRole
     started: float
     num_blocks: int
     ended: float | None = None  # None: it runs until the end of the simulation
@@ -70,19 +70,19 @@ class SimulationResult:
     # Seconds that requests waited in the routers, by the pool that had no room for the next one.
     queue_seconds: Mapping[str, float]
     # The sizes of the pools: (time, number of ready workers) at each change.
-    sizes: Mapping[Role, Sequence[tuple[float, int]]] = field(default_factory=dict)
+    sizes: Mapping[PoolRole, Sequence[tuple[float, int]]] = field(default_factory=dict)
 
     def summary(self, slo: Mapping[str, float] | None = None) -> Summary:
         """Returns the metrics of `tandem bench`; `slo`: limits in ms, see `summarize`."""
         return summarize([each.record for each in self.requests], slo or {})
 
-    def busy_share(self, role: Role) -> float:
+    def busy_share(self, role: PoolRole) -> float:
         """Returns the share of their time that the workers of a role spent in steps."""
         workers = [each for each in self.workers if each.role == role]
         alive = sum((each.ended or self.seconds) - each.started for each in workers)
         return sum(each.busy_seconds for each in workers) / alive if alive > 0 else 0.0
 
-    def peak_kv(self, role: Role) -> float:
+    def peak_kv(self, role: PoolRole) -> float:
         """Returns the largest share of its blocks that a worker of a role has held."""
         return max((each.peak_kv for each in self.workers if each.role == role), default=0.0)
 

@@ -1,12 +1,10 @@
 """Describes a service to simulate, and what happens to it besides requests."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ...workers.engine.config import Budgets
+from ..config import PoolRole
 from ..scaling.config import ScalingConfig
-
-Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,7 @@ class Fault:
     """Kills a worker at a time; it comes back after `restart_seconds`, or never for None."""
 
     time: float
-    role: Role
+    role: PoolRole
     number: int = 0  # of the worker among those of its role that run at that time
     restart_seconds: float | None = 30.0
 
@@ -37,7 +35,7 @@ class Resize:
     """Sets the number of workers of a role at a time, as an operator does."""
 
     time: float
-    role: Role
+    role: PoolRole
     workers: int
 
 
@@ -59,13 +57,13 @@ class SimulatedService:
     lease_seconds: float = 30.0
     faults: tuple[Fault, ...] = ()
     resizes: tuple[Resize, ...] = ()
-    # False: a worker is a shared processor, without an engine; for hundreds of workers.
+    # False: engines compute consecutive decode steps at once (coarse.py); for hundreds of workers.
     exact: bool = True
 
     @property
-    def pools(self) -> dict[Role, SimulatedPool]:
+    def pools(self) -> dict[PoolRole, SimulatedPool]:
         """Returns the pools that exist, by role."""
-        pools: dict[Role, SimulatedPool] = {"decode": self.decode}
+        pools: dict[PoolRole, SimulatedPool] = {"decode": self.decode}
         if self.prefill is not None and (self.prefill.workers or self.prefill.scaling):
             pools["prefill"] = self.prefill
         return pools

@@ -22,18 +22,18 @@ from ...workers.serve.submit import WorkerLimits
 from ...workers.serve.watchdog import Canary
 from ...workers.tp.adapters import AdapterCache
 from ...workers.tp.kv_group import KvGroup
+from ..config import PoolRole
 from .coarse import CoarseEngine, CoarseRunner
 from .cost import StepCosts, StepWork
 from .engine import TimedExecutor, TimedRunner
 from .fabric import Fabric
 from .result import WorkerUsage
-from .service import Role, SimulatedPool, SimulatedService
+from .service import SimulatedPool, SimulatedService
 from .transfers import KvFetches, KvOffers, SimulatedEndpoint, TransferCosts
 
 _GOODBYE_SECONDS: Final = 0.5  # for routers to read the last outputs, as real workers wait
 VOCAB_SIZE: Final = 1 << 16
 LAYOUT: Final = b"simulated"
-ROLES: Final = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class WorkerSpec:
     """Holds what a simulated worker is made of."""
 
     worker_id: str
-    role: Role
+    role: PoolRole
     epoch: int
     service: SimulatedService
     pool: SimulatedPool
@@ -63,7 +63,7 @@ class WorkerSpec:
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
-            role=ROLES[self.role],
+            role=f"ROLE_{self.role.upper()}",
             address=self.address,
             kv_bytes_per_token=self.service.token_bytes,
             block_size=self.service.block_size,

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -29,7 +30,7 @@ from ..openai.lists import list_response, one_more, read_page, unknown_after
 from ..openai.parsing import parse
 from ..openai.respond import off_loop
 from ..service import GenerationService
-from .files import PIECE_BYTES, check_can_keep
+from .files import check_can_keep, read_pieces
 from .lines import BatchUrl, parse_batch
 
 _MAX_PAGE: Final = 100
@@ -97,17 +98,10 @@ async def _read_input(service: GenerationService, tenant: str, file_id: str) -> 
     stored = await service.storage.find_file(tenant, file_id)
     if stored is not None and stored.purpose != "batch":
         raise InvalidArgument("must be a file of the purpose batch", "input_file_id")
-    pieces: list[bytes] = []
-    while stored is not None and sum(map(len, pieces)) < stored.size:
-        offset = sum(map(len, pieces))
-        piece = await service.storage.read_file(tenant, file_id, offset, PIECE_BYTES)
-        if not piece:  # the file was deleted meanwhile
-            stored = None
-            break
-        pieces.append(piece)
-    if stored is None:
-        raise NotFound("input_file_id: no file of this id is stored here")
-    return b"".join(pieces)
+    with suppress(NotFound):  # the file was deleted meanwhile
+        if stored is not None:
+            return b"".join([piece async for piece in read_pieces(service, tenant, stored)])
+    raise NotFound("input_file_id: no file of this id is stored here")
 
 
 async def get_batch(service: GenerationService, request: Request) -> Response:

@@ -28,7 +28,7 @@ from .multipart import FormPart, parse_form
 
 _MAX_PAGE: Final = 10_000
 _MAX_NAME_CHARACTERS: Final = 255
-PIECE_BYTES: Final = 1024 * 1024  # of a file, which is read in pieces
+_PIECE_BYTES: Final = 1024 * 1024
 _MIN_SECONDS: Final = 3_600
 _MAX_SECONDS: Final = 2_592_000
 _MAX_UPLOADS: Final = 8  # at a time, of all tenants
@@ -108,17 +108,20 @@ async def get_file(service: GenerationService, request: Request) -> Response:
 async def get_content(service: GenerationService, request: Request) -> Response:
     """Answers GET /v1/files/{name}/content."""
     stored = await find_file(service, request)
-    tenant = request.state.caller.tenant
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for offset in range(0, stored.size, PIECE_BYTES):
-            piece = await service.storage.read_file(tenant, stored.file_id, offset, PIECE_BYTES)
-            if piece is None:
-                raise NotFound("the file was deleted while it was read")
-            yield piece
-
+    pieces = read_pieces(service, request.state.caller.tenant, stored)
     headers = {"Content-Length": str(stored.size)}
-    return StreamingResponse(pieces(), headers=headers, media_type="application/octet-stream")
+    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+
+
+async def read_pieces(
+    service: GenerationService, tenant: str, stored: StoredFile
+) -> AsyncIterator[bytes]:
+    """Yields the content of a file. Raises NotFound if the file is deleted meanwhile."""
+    for offset in range(0, stored.size, _PIECE_BYTES):
+        piece = await service.storage.read_file(tenant, stored.file_id, offset, _PIECE_BYTES)
+        if piece is None:
+            raise NotFound("the file was deleted while it was read")
+        yield piece
 
 
 async def delete_file(service: GenerationService, request: Request) -> Response:

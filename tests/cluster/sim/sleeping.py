@@ -11,10 +11,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from tandem.cluster.config import PoolRole
 from tandem.cluster.sim.cost import ServiceCosts, StepCosts, StepWork
 from tandem.cluster.sim.result import SimulatedRequest
 from tandem.cluster.sim.router import make_request, measure
-from tandem.cluster.sim.service import Role, SimulatedPool, SimulatedService
+from tandem.cluster.sim.service import SimulatedPool, SimulatedService
 from tandem.cluster.sim.simulate import make_prompt
 from tandem.cluster.sim.worker import VOCAB_SIZE
 from tandem.cluster.traces.read import TracedRequest
@@ -134,7 +135,7 @@ async def _serve(
     executor: SleepingExecutor,
     service: SimulatedService,
     pool: SimulatedPool,
-    role: Role,
+    role: PoolRole,
     number: int,
 ) -> Worker:
     rank = Rank(

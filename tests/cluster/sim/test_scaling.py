@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.config import PoolRole
 from tandem.cluster.scaling.config import ScalingConfig
 from tandem.cluster.sim.result import SimulationResult
-from tandem.cluster.sim.service import Resize, Role, SimulatedService
+from tandem.cluster.sim.service import Resize, SimulatedService
 from tandem.cluster.sim.simulate import simulate
 from tandem.cluster.traces.read import TracedRequest
 from tandem.tests.cluster.sim.services import COSTS, pool, service, traffic
@@ -43,7 +44,7 @@ def check_complete(result: SimulationResult, requests: list[TracedRequest]) -> N
     assert [each.record.output_tokens for each in result.requests] == lengths
 
 
-def sizes(result: SimulationResult, role: Role, start: float, end: float) -> list[int]:
+def sizes(result: SimulationResult, role: PoolRole, start: float, end: float) -> list[int]:
     """Returns the numbers of workers of a pool from `start` to `end`."""
     changes = [*result.sizes[role], (result.seconds, 0)]
     return [number for (at, number), (until, _) in pairwise(changes) if until > start and at < end]
