@@ -16,16 +16,16 @@ import yaml
 
 from tandem.proto.addresses import free_port
 
-_MOST_SECONDS: Final = 240.0  # for the whole life of a service
 _END_SECONDS: Final = 30.0
 _HOST: Final = "127.0.0.1"
 
 
 @contextmanager
-def running_service(config: Mapping[str, object]) -> Iterator[str]:
+def running_service(config: Mapping[str, object], most_seconds: float = 240.0) -> Iterator[str]:
     """Starts a service with a configuration; yields the URL of its gRPC API, and stops it.
 
-    Raises RuntimeError, with the end of its output, if it does not start.
+    Kills it after `most_seconds`. Raises RuntimeError, with the end of its output, if it does not
+    start.
     """
     router = {"grpc_port": 0, "http_port": 0, "ops_port": 0}
     own = {"name": f"learn-{os.getpid()}", "status_port": free_port(_HOST), "router": router}
@@ -34,7 +34,7 @@ def running_service(config: Mapping[str, object]) -> Iterator[str]:
         file.write_text(yaml.safe_dump({**own, **config}))
         command = [str(Path(sys.executable).with_name("tandem")), "serve", "--config", str(file)]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        Thread(target=_kill_late, args=(server,), daemon=True).start()
+        Thread(target=_kill_late, args=(server, most_seconds), daemon=True).start()
         try:
             assert server.stdout is not None
             line = next((each for each in server.stdout if each.startswith("tandem ready")), "")
@@ -56,9 +56,9 @@ def _stop(server: "subprocess.Popen[str]") -> None:
         server.wait()
 
 
-def _kill_late(server: "subprocess.Popen[str]") -> None:
+def _kill_late(server: "subprocess.Popen[str]", most_seconds: float) -> None:
     """Ends a server that runs for too long; the reader of its output then gets the end."""
     try:
-        server.wait(_MOST_SECONDS)
+        server.wait(most_seconds)
     except subprocess.TimeoutExpired:
         server.kill()

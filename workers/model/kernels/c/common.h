@@ -125,6 +125,7 @@ typedef struct {
     const int32_t *table;
     int64_t query_stride, out_stride, kv_heads, group, head_dim, value_dim, block_size;
     int64_t max_heads;  // query heads of an item
+    int64_t max_tokens;  // of an item
     int64_t block_stride;  // from one block of keys or values to the next: elements, of int8, fp8 and int4 bytes
     int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
     float scale, soft_cap;  // scores become soft_cap * tanh(score / soft_cap), unless it is 0
@@ -145,5 +146,6 @@ AttendTiles attend_tiles, attend_tiles_int8, attend_tiles_fp8;
 AttendTiles attend_wide_f32, attend_wide_int8_f32, attend_wide_fp8_f32, attend_wide_int4_f32;
 AttendTiles attend_wide_bf16, attend_wide_int8_bf16, attend_wide_fp8_bf16, attend_wide_int4_bf16;
 int has_tile_attention(int64_t head_dim, int64_t value_dim);
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t max_heads);
+int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t max_heads,
+                   int64_t max_tokens);
 int64_t max_heads_of_singles(int64_t singles, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t threads);

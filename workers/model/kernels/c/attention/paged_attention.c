@@ -14,8 +14,9 @@
 //
 // An item is some query heads of a single token's KV head, or of some tokens of a chunk; see item_of.
 enum { PART = 5 };  // numbers of a part
+enum { ITEM_TOKENS = 32, LEAST_ITEM_TOKENS = 4 };  // of a chunk
 
-static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element, int64_t max_heads) {
+static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element, int64_t max_heads, int64_t max_tokens) {
     return (Chunk){
         .query = (const char *)a[0].p + part[0] * a[1].n * element,
         .out = (char *)a[2].p + part[0] * a[3].n * element,
@@ -30,6 +31,7 @@ static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element, int64_
         .value_dim = a[14].n,
         .block_size = a[10].n,
         .max_heads = max_heads,
+        .max_tokens = max_tokens,
         .block_stride = a[16].n,
         .start = part[2],
         .tokens = part[1],
@@ -45,31 +47,50 @@ static NextKeys next_of(const Chunk *single, int64_t head) {
     return (NextKeys){single->table, head, first, single->start};
 }
 
-// `element` is the size of a number in queries and results, in bytes.
+// Returns the number of items of the step's chunks.
+static int64_t items_of_chunks(const Arg *a, const int64_t *parts, int64_t max_tokens) {
+    int64_t items = 0;
+    for (int64_t i = 0; i < parts[0]; i++)
+        items += tile_items(parts[2 + PART * i + 1], a[7].n, a[8].n, a[9].n, a[8].n, max_tokens);
+    return items;
+}
+
+// Returns the most tokens of an item. Few tokens are split until each thread has two items. More items read
+// the same keys, so there is a limit.
+static int64_t max_tokens_of_chunks(const Arg *a, const int64_t *parts) {
+    int64_t tokens = ITEM_TOKENS;
+    while (tokens > LEAST_ITEM_TOKENS && items_of_chunks(a, parts, tokens) < 2 * a[15].n) tokens /= 2;
+    return tokens;
+}
+
+// `element` is the size of a number in queries and results, in bytes. The items of single tokens come first:
+// threads take many of the first items at once, and an item of a chunk may take longer than all of them.
 static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendTiles *attend) {
     const int64_t *parts = ((const Arg *)a[6].p)[1].p, kv_heads = a[7].n, group = a[8].n, head_dim = a[9].n;
     const int64_t is_decode = !parts[0] && parts[1];
     const int64_t heads = is_decode ? max_heads_of_singles(parts[1], kv_heads, group, head_dim, a[15].n) : group;
-    const int64_t each = tile_items(1, kv_heads, group, head_dim, heads), singles = parts[1] * each;
-    int64_t items = singles;
-    for (int64_t i = 0; i < parts[0]; i++) {
-        const int64_t *part = parts + 2 + PART * i, own = tile_items(part[1], kv_heads, group, head_dim, group);
-        items += own;
-        if (item >= 0 && item < own) {
-            const Chunk chunk = chunk_of(a, part, element, group);
-            attend(&chunk, item, 0);
-            return 0;
+    const int64_t each = tile_items(1, kv_heads, group, head_dim, heads, 1), singles = parts[1] * each;
+    const int64_t tokens = max_tokens_of_chunks(a, parts);
+    if (item < 0) return singles + items_of_chunks(a, parts, tokens);
+    if (item >= singles) {
+        item -= singles;
+        for (const int64_t *part = parts + 2;; part += PART) {
+            const int64_t own = tile_items(part[1], kv_heads, group, head_dim, group, tokens);
+            if (item < own) {
+                const Chunk chunk = chunk_of(a, part, element, group, tokens);
+                attend(&chunk, item, 0);
+                return 0;
+            }
+            item -= own;
         }
-        if (item >= 0) item -= own;
     }
-    if (item < 0) return items;
     const int64_t *part = parts + 2 + PART * (parts[0] + item / each), own = item % each;
-    const Chunk single = chunk_of(a, part, element, heads);
+    const Chunk single = chunk_of(a, part, element, heads, 1);
     if (item + 1 == singles) {
         attend(&single, own, 0);
         return 0;
     }
-    const Chunk following = own + 1 < each ? single : chunk_of(a, part + PART, element, heads);
+    const Chunk following = own + 1 < each ? single : chunk_of(a, part + PART, element, heads, 1);
     const NextKeys next = next_of(&following, (own + 1) % each * kv_heads / each);
     attend(&single, own, &next);
     return 0;

@@ -49,10 +49,10 @@ typedef struct {
     int64_t splits;         // items that share the query heads of a KV head
 } Split;
 
-static inline Split split_of(int64_t group, int64_t head_dim, int64_t max_heads) {
+static inline Split split_of(int64_t group, int64_t head_dim, int64_t max_heads, int64_t max_tokens) {
     const int64_t most = head_dim > ROW_DIM ? MAX_WIDE_ROWS : MAX_ROWS;
     const int64_t heads = ceil_div(group, ceil_div(group, least(most, max_heads)));
-    return (Split){least(most / heads, 32), heads, ceil_div(group, heads)};
+    return (Split){least(most / heads, max_tokens), heads, ceil_div(group, heads)};
 }
 
 // Some tokens of a KV head with query heads that share it; each pair of them is a row.
@@ -63,7 +63,7 @@ typedef struct {
 } Item;
 
 static inline Item item_of(const Chunk *c, int64_t item) {
-    const Split split = split_of(c->group, c->head_dim, c->max_heads);
+    const Split split = split_of(c->group, c->head_dim, c->max_heads, c->max_tokens);
     const int64_t kv_head = item / split.splits % c->kv_heads, skipped = item % split.splits * split.heads;
     // The last tokens come first, because they see the most keys.
     const int64_t row = item / split.splits / c->kv_heads;

@@ -179,8 +179,9 @@ static __attribute__((noinline)) void weigh(Tile *t, int64_t r, int64_t first, i
     for (int i = 0; i < LANES; i++) t->sum[r] += total[i];
 }
 
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t max_heads) {
-    const Split split = split_of(group, head_dim, max_heads);
+int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t max_heads,
+                   int64_t max_tokens) {
+    const Split split = split_of(group, head_dim, max_heads, max_tokens);
     return ceil_div(tokens, split.tokens) * kv_heads * split.splits;
 }
 

@@ -1,0 +1,1 @@
+"""Compares the simulator's predictions with a service that runs afterwards."""
