@@ -23,9 +23,9 @@ _GRID = [
     for batch in (1, 16, 64)
     for context in (32, 4096)
 ] + [
-    StepWork(sequences=1, prompt_tokens=tokens, prompt_context=tokens * context)
+    StepWork(sequences=1) + StepWork.of_prompt(start, tokens)
     for tokens in (16, 128)
-    for context in (64, 4096)
+    for start in (0, 4096)
 ]
 
 

@@ -203,7 +203,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.planner.profile": ("cluster.sim", "workers.engine"),
         "cluster.planner": (
-            "cluster: arithmetic bench cli.options config explain local planner.profile sim store",
+            "cluster: arithmetic bench cli.options config explain local planner.profile serve sim store",
             "cluster: tables traces",
             "router: api api.server client dispatch frontend scheduling",
             "workers: engine host kv_cache serve tp",

@@ -11,7 +11,7 @@ from rich.table import Table
 from ...workers.model.config import Fields, ModelConfig, read_json
 from ...workers.model.costs.report import CostReport, MeasuredTimes, WorkReport
 from ..planner.profile import Profile, WorkerProfile
-from ..sim.cost import StepWork
+from ..sim.cost import StepWork, prompt_steps
 from ..store.store import resolve_config
 from ..tables import make_table
 from .units import amount, milliseconds
@@ -45,15 +45,7 @@ def measured_times(
 def _measured_times(
     worker: WorkerProfile, prompt_tokens: int, output_tokens: int, batch: int
 ) -> MeasuredTimes:
-    chunk = worker.budgets.chunk_tokens
-    prefill = [
-        StepWork(
-            sequences=1,
-            prompt_tokens=(end := min(start + chunk, prompt_tokens)) - start,
-            prompt_context=(end * (end + 1) - start * (start + 1)) // 2,
-        )
-        for start in range(0, prompt_tokens, chunk)
-    ]
+    prefill = prompt_steps(prompt_tokens, worker.budgets.chunk_tokens)
     context = prompt_tokens + (output_tokens + 1) // 2
     decode = StepWork(sequences=batch, context_tokens=batch * context)
     costs = worker.costs()

@@ -20,7 +20,8 @@ _MAX_WORKERS: Final = 64
 def measure_command(
     model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
     seconds: Annotated[
-        float, typer.Option(help="Time of the measurement, besides the time to load the model.")
+        float,
+        typer.Option(help="Time of the measurement, besides the starts of workers and services."),
     ] = 60.0,
     out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.json"),
     workers: Annotated[
@@ -45,11 +46,12 @@ def measure_command(
 ) -> None:
     """Measure MODEL on this machine and write a profile for `tandem plan service`.
 
-    Starts workers as a service would, and a router. Measures the steps of an engine over a grid of
-    batches, contexts and prompts, decodes and prompts mixed as well; the time between two steps;
-    the CPU time of a router for a request and for a token; KV transfers; and how much longer steps
-    take while the other workers on the same cores compute. Prints the fitted costs and their
-    leave-one-out error: the error of a prediction for a step that was left out of the fit.
+    Measures the steps of an engine over a grid of batches, contexts and prompts, decodes and
+    prompts mixed as well, and how much longer they take while the other workers on the same cores
+    compute. Then starts a service with these workers, and measures how much longer steps take
+    there, the time between two steps and of a request besides its steps, the CPU time of the
+    router, and KV transfers. Prints the fitted costs and their leave-one-out error: the error of a
+    prediction for a step that was left out of the fit.
     """
     check_choice("--dtype", dtype, ITEM_BYTES)
     check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
@@ -87,6 +89,10 @@ def measure_command(
         typer.echo(describe_fit(worker))
         if worker.workers > 1:
             typer.echo(f"contention: steps take {worker.contention:.2f} times as long")
+        typer.echo(
+            f"service: steps take {worker.background:.2f} times as long, a request "
+            f"{1e3 * worker.request_seconds:.3g} ms besides its steps"
+        )
         typer.echo(
             f"host: {1e3 * worker.host_seconds:.3g} ms between two steps + "
             f"{1e6 * worker.host_seconds_per_sequence:.3g} us a sequence"

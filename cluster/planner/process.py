@@ -1,11 +1,10 @@
-"""Runs the processes of a measurement: workers as they would serve, and a router.
+"""Runs the processes of a measurement: workers as they would serve.
 
 `python -m tandem.cluster.planner.process` reads a line of JSON from standard input, a ProcessSpec,
 and then one command in each line; it answers each with a line of JSON. It ends with its input.
 """
 
 import asyncio
-import base64
 import json
 import os
 import sys
@@ -13,29 +12,21 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 
-from ...proto import worker_pb2
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
-from ...router.api.server.servers import ApiServers
-from ...router.api.service import GenerationService
-from ...router.dispatch.dispatcher import Dispatcher
-from ...router.frontend.prepare import ServedModel
-from ...router.frontend.tokenizer import Tokenizer
-from ...router.scheduling.registry import WorkerRegistry
 from ...workers.host.malloc import keep_freed_memory
 from ...workers.host.threads import in_thread
 from ...workers.model.device import enter_device
 from ...workers.model.kv.store import PagedKv
-from ...workers.serve.worker import Worker, WorkerConfig
+from ...workers.serve.worker import WorkerConfig
 from ...workers.tp.coordinator import TpCoordinator
 from ...workers.tp.rank import Rank, enter_engine_thread
 from ..config import PoolRole, TandemConfig
-from ..local.environment import ROUTER_ENVIRONMENT, compute_environment
+from ..local.environment import compute_environment
 from ..local.ranks import end_process, local_ranks
 from ..local.worker import rank_threads, worker_config
 from ..sim.cost import StepSample
@@ -53,13 +44,11 @@ class ProcessSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["worker", "router"]
     config: TandemConfig
     folder: str
     identity: str
-    role: PoolRole = "decode"  # of a worker
+    role: PoolRole = "decode"
     workers: int = 1  # that share this machine
-    addresses: tuple[str, ...] = ()  # of a router: its workers, as base64 of WorkerInfo
 
 
 class MeasuredProcess:
@@ -89,7 +78,7 @@ class MeasuredProcess:
 async def run_process(spec: ProcessSpec) -> AsyncIterator[tuple[MeasuredProcess, Answer]]:
     """Runs a process while the context lasts. Yields it with its first answer."""
     pool = spec.config.pools[spec.role]
-    environment = ROUTER_ENVIRONMENT if spec.kind == "router" else compute_environment(pool)
+    environment = compute_environment(pool)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__),
         stdin=PIPE,
@@ -132,7 +121,6 @@ async def _run_worker(spec: ProcessSpec) -> None:
         _touch(rank)
         commands = {
             "grid": partial(_measure, own, rank),
-            "serve": partial(_serve, own, rank, coordinator, spec.role, scope),
         }
         engine = rank.engine_config(own.budgets)
         first = {
@@ -183,37 +171,6 @@ async def _measure(
     return {"samples": [each.as_row() for each in samples]}
 
 
-async def _serve(
-    own: WorkerConfig,
-    rank: Rank,
-    coordinator: TpCoordinator,
-    role: PoolRole,
-    scope: AsyncExitStack,
-) -> Answer:
-    """Serves routers from now on; answers with the worker's entry in the directory."""
-    worker = await Worker.start(own, worker_id=f"{role}-1", role=role, loaded=(coordinator, rank))
-    scope.push_async_callback(worker.stop)
-    return {"info": base64.b64encode(worker.info().SerializeToString()).decode()}
-
-
-async def _run_router(spec: ProcessSpec) -> None:
-    folder = Path(spec.folder)
-    infos = [worker_pb2.WorkerInfo.FromString(base64.b64decode(each)) for each in spec.addresses]
-    registry = WorkerRegistry()
-    registry.update(infos)
-    dispatcher = Dispatcher(registry, identity=PeerIdentity.from_text(spec.identity))
-    model = ServedModel(
-        name=spec.config.served_name,
-        tokenizer=await asyncio.to_thread(Tokenizer.load, folder),
-        context_tokens=min(each.context_tokens for each in infos),
-    )
-    server = await ApiServers.start(GenerationService([model], dispatcher))
-    await server.set_serving(True)
-    await _answer_commands({"grpc": server.grpc_address, "http": server.http_address}, {})
-    await server.stop(0)
-    await dispatcher.close()
-
-
 async def _answer_commands(
     first: Answer, commands: Mapping[str, Callable[..., Awaitable[Answer]]]
 ) -> None:
@@ -230,8 +187,7 @@ def _write(answer: Answer) -> None:
 
 
 def _main() -> None:
-    spec = ProcessSpec.model_validate_json(sys.stdin.readline())
-    asyncio.run(_run_router(spec) if spec.kind == "router" else _run_worker(spec))
+    asyncio.run(_run_worker(ProcessSpec.model_validate_json(sys.stdin.readline())))
 
 
 if __name__ == "__main__":

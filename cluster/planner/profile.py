@@ -13,7 +13,7 @@ from ...proto.errors import InvalidArgument
 from ...workers.engine.config import Budgets
 from ..sim.cost import ServiceCosts, StepCosts, StepFit, StepSample, fit_steps
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _CONFIG: Final = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -48,6 +48,10 @@ class WorkerProfile(BaseModel):
     grid: tuple[tuple[float, ...], ...]
     # How much longer the steps take while the other workers compute as well.
     contention: float = Field(default=1.0, ge=1.0)
+    # How much longer a step takes in a service, whose other processes use the cores as well.
+    background: float = Field(default=1.0, ge=1.0)
+    # Seconds of a request until its first token, besides its steps.
+    request_seconds: float = Field(default=0.0, ge=0.0)
     # Seconds between two steps of a served stream, in addition to the step.
     host_seconds: float = Field(default=0.0, ge=0.0)
     host_seconds_per_sequence: float = Field(default=0.0, ge=0.0)
@@ -62,7 +66,7 @@ class WorkerProfile(BaseModel):
 
     def costs(self) -> StepCosts:
         """Returns the costs of a step of a serving worker."""
-        costs = self.fit().costs
+        costs = self.fit().costs.scaled(self.background)
         return replace(
             costs,
             fixed=costs.fixed + self.host_seconds,
@@ -141,8 +145,10 @@ class Profile(BaseModel):
         steps = worker.costs()
         found = ServiceCosts(prefill=steps, decode=steps, contention=worker.contention)
         if self.router is not None:
+            rest = worker.request_seconds - self.router.seconds_per_request
             found = replace(
                 found,
+                request_seconds=max(rest, 0.0),
                 router_seconds_per_request=self.router.seconds_per_request,
                 router_seconds_per_token=self.router.seconds_per_token,
             )
@@ -182,7 +188,8 @@ def describe_fit(worker: WorkerProfile) -> str:
         f"{1e3 * costs.fixed:.3g} ms + {1e6 * costs.each_sequence:.3g} us a sequence + "
         f"{1e9 * costs.each_context_token:.3g} ns a context token + "
         f"{1e6 * costs.each_prompt_token:.3g} us a prompt token + "
-        f"{1e9 * costs.each_prompt_context:.3g} ns a prompt token x context; leave-one-out error "
+        f"{1e9 * costs.each_prompt_context:.3g} ns a prompt token x context + "
+        f"{1e6 * costs.each_further_token:.3g} us a token beyond 32; leave-one-out error "
         f"{fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst, of {len(fit.errors)} steps"
     )
 

@@ -203,9 +203,7 @@ def request_seconds(
     """Returns about the seconds of the longest request in an idle service."""
     chunk = service.decode.budgets.chunk_tokens
     num_chunks = -(-workload.longest_input // chunk)
-    prompt = StepWork(
-        prompt_tokens=workload.longest_input, prompt_context=workload.longest_input**2 // 2
-    )
+    prompt = StepWork.of_prompt(0, workload.longest_input)
     decode = StepWork(sequences=1, context_tokens=workload.longest)
     return (
         (num_chunks - 1) * costs.prefill.fixed

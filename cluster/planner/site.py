@@ -225,12 +225,7 @@ def check_measured(
             "--input-len",
         )
     chunk = min(workload.longest_input, service.decode.budgets.chunk_tokens)
-    worst = StepWork(
-        sequences=1,
-        context_tokens=workload.longest,
-        prompt_tokens=chunk,
-        prompt_context=chunk * (workload.longest_input - chunk // 2),
-    )
+    worst = StepWork(sequences=1) + StepWork.of_prompt(workload.longest_input - chunk, chunk)
     if found := costs.decode.outside(worst):
         raise InvalidArgument(
             f"steps of {split} are outside the measured grid ({'; '.join(found)}); run tandem "

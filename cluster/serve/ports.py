@@ -1,4 +1,4 @@
-"""Chooses the ports of routers and holds them. Does not import Ray.
+"""Chooses the ports of routers and holds them, and finds who listens. Does not import Ray.
 
 Routers bind their ports so that other processes may bind the same ones (SO_REUSEPORT): a router
 that replaces another listens beside it. A `PortClaim` settles beforehand which routers may.
@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Final
 
+import psutil
+
 from ...proto.addresses import bindable_port, why_not_bound
 from ...proto.errors import Unavailable
 from ..config import RouterConfig, TandemConfig
@@ -17,8 +19,21 @@ if TYPE_CHECKING:
     # Imports transformers and every body of the APIs: a second before Ray can start.
     from ...router.api.server.servers import ApiServers
 
+_IPV4_IN_IPV6: Final = "::ffff:"
 _MAX_PORT: Final = 65_535
 _MAX_ATTEMPTS: Final = 20  # to find a free port that no other process claims
+
+
+def listening_children() -> dict[str, psutil.Process]:
+    """Returns the process that listens at each HOST:PORT, of the children of this process."""
+    found: dict[str, psutil.Process] = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            for each in process.net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN:
+                    host = each.laddr.ip.removeprefix(_IPV4_IN_IPV6)
+                    found[f"{host}:{each.laddr.port}"] = process
+    return found
 
 
 class PortClaim:

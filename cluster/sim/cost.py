@@ -14,6 +14,12 @@ from numpy.typing import NDArray
 
 from ...workers.engine.plan import StepPlan
 
+_READ_TOKENS: Final = 32
+"""Prompt tokens that share one read of the keys before them, as in the attention kernels."""
+
+_FEW_TOKENS: Final = 32
+"""Tokens of a step whose products may hide behind the reading of the weights."""
+
 _MARGIN: Final = 1.05
 """How far work may exceed the measured work: tokens of a measured grid seldom end at its bound."""
 
@@ -23,7 +29,9 @@ class StepWork:
     """Holds the amounts of a step that decide its time."""
 
     sequences: int = 0
-    context_tokens: int = 0  # that decodes read: the sum of their contexts
+    # Keys and values that are read: a decode reads its context, and a prompt its own once for every
+    # 32 tokens.
+    context_tokens: int = 0
     prompt_tokens: int = 0
     # The number of (query, key) pairs of prompts: the sum of prompt tokens x their mean context.
     prompt_context: int = 0
@@ -31,21 +39,47 @@ class StepWork:
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
         """Returns the work of an engine's step. A draft token counts as a decode."""
-        context = tokens = pairs = 0
+        found = cls(sequences=len(plan.sequences))
+        context = 0
         for step in plan.sequences:
             num_tokens = len(step.token_ids)
-            seen = num_tokens * step.start + num_tokens * (num_tokens + 1) // 2
             if num_tokens > 1 + step.num_draft:
-                tokens += num_tokens
-                pairs += seen
+                found += cls.of_prompt(step.start, num_tokens)
             else:
-                context += seen
+                context += _count_pairs(step.start, num_tokens)
+        return found + cls(context_tokens=context)
+
+    @classmethod
+    def of_prompt(cls, start: int, num_tokens: int) -> Self:
+        """Returns the work of prompt tokens from position `start` on, without their sequence."""
+        pairs = _count_pairs(start, num_tokens)
         return cls(
-            sequences=len(plan.sequences),
-            context_tokens=context,
-            prompt_tokens=tokens,
+            context_tokens=-(-num_tokens // _READ_TOKENS) * pairs // num_tokens,
+            prompt_tokens=num_tokens,
             prompt_context=pairs,
         )
+
+    def __add__(self, other: Self) -> Self:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _AMOUNTS}
+        return replace(self, **sums)
+
+    @property
+    def further_tokens(self) -> int:
+        """Returns the tokens beyond the first ones, whose products hide behind the weights."""
+        return max(self.sequences + self.prompt_tokens - _FEW_TOKENS, 0)
+
+
+def prompt_steps(num_tokens: int, chunk_tokens: int) -> list[StepWork]:
+    """Returns the steps of one prompt that is alone, in chunks of at most `chunk_tokens`."""
+    return [
+        StepWork(sequences=1) + StepWork.of_prompt(start, min(chunk_tokens, num_tokens - start))
+        for start in range(0, num_tokens, chunk_tokens)
+    ]
+
+
+def _count_pairs(start: int, num_tokens: int) -> int:
+    """Returns the number of (query, key) pairs of tokens from position `start` on."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +91,7 @@ class StepCosts:
     each_context_token: float
     each_prompt_token: float
     each_prompt_context: float
+    each_further_token: float = 0.0  # in addition; see `StepWork.further_tokens`
     # The greatest measured amounts. None: the costs are arithmetic, and hold for any work.
     measured: StepWork | None = None
 
@@ -68,6 +103,7 @@ class StepCosts:
             + self.each_context_token * work.context_tokens
             + self.each_prompt_token * work.prompt_tokens
             + self.each_prompt_context * work.prompt_context
+            + self.each_further_token * work.further_tokens
         )
 
     def outside(self, work: StepWork) -> list[str]:
@@ -131,6 +167,8 @@ class ServiceCosts:
 
     prefill: StepCosts  # of a worker of the prefill pool
     decode: StepCosts  # of a worker of the decode pool, which also prefills without a prefill pool
+    # Of a request until its first token, besides its steps and the router's processor time.
+    request_seconds: float = 0.0
     router_seconds_per_request: float = 0.0
     router_seconds_per_token: float = 0.0  # of output
     transfer_seconds: float = 0.0  # of a KV transfer without bytes
@@ -150,7 +188,9 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
     """
     if len(samples) < len(_TERMS) + 1:
         raise ValueError(f"needs at least {len(_TERMS) + 1} measured steps, got {len(samples)}")
-    rows = np.array([[1.0, *astuple(each.work)] for each in samples])  # [samples, terms]
+    rows = np.array(  # [samples, terms]
+        [[1.0, *astuple(each.work), each.work.further_tokens] for each in samples]
+    )
     seconds = np.array([each.seconds for each in samples])
     rows /= seconds[:, None]
     errors = []

@@ -64,6 +64,7 @@ class SimulatedRouter:
         )
         self._name = name
         self._clock = clock
+        self._request_seconds = costs.request_seconds
         self._seconds_per_request = costs.router_seconds_per_request
 
     async def watch(self, directory: Directory) -> None:
@@ -86,6 +87,8 @@ class SimulatedRouter:
     ) -> SimulatedRequest:
         """Serves one request, like a client that measures it."""
         started = self._clock()
+        if self._request_seconds:
+            await asyncio.sleep(self._request_seconds)
         await self.time.spend(self._seconds_per_request)
         request = make_request(request_id, prompt, max_tokens, tenant, started)
         return await measure(self.dispatcher, request, self._clock)

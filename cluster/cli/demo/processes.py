@@ -6,7 +6,7 @@ Sees only processes that this process has started: a service on a Ray of its own
 import http.client
 import json
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,11 +14,11 @@ from typing import Any, Final
 import psutil
 
 from ....proto.errors import Unavailable
+from ...serve.ports import listening_children
 
 CONTROLLER: Final = "Serve controller"
 _CONTROLLER_TITLE: Final = "ray::ServeController"
 _ANSWER_SECONDS: Final = 5.0
-_IPV4_IN_IPV6: Final = "::ffff:"
 _HELD_BLOCKS: Final = ("owned_blocks", "leased_blocks", "reserved_blocks")
 
 
@@ -113,17 +113,9 @@ def _placed(request: Mapping[str, Any], router: str) -> PlacedRequest:
 
 def _processes() -> dict[str, psutil.Process]:
     """Returns the process that listens at each HOST:PORT, and the Serve controller by its name."""
-    found: dict[str, psutil.Process] = {}
+    found = listening_children()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            found |= dict.fromkeys(_listening(process), process)
             if "".join(process.cmdline()).startswith(_CONTROLLER_TITLE):
                 found[CONTROLLER] = process
     return found
-
-
-def _listening(process: psutil.Process) -> Iterator[str]:
-    """Yields HOST:PORT of each socket on which a process listens."""
-    for each in process.net_connections("tcp"):
-        if each.status == psutil.CONN_LISTEN:
-            yield f"{each.laddr.ip.removeprefix(_IPV4_IN_IPV6)}:{each.laddr.port}"

@@ -61,13 +61,14 @@ async def _measure(
         for number in range(rounds):
             for index, case in enumerate(cases):
                 seed = 1 + number * len(cases) + index
-                found[index].append(await _send(target, case, seed, limits))
+                found[index].append(await send_case(target, case, seed, limits))
     return found
 
 
-async def _send(
+async def send_case(
     target: StreamCompletion, case: Case, seed: int, limits: Mapping[str, float]
 ) -> Mapping[str, float]:
+    """Returns the figures of one round. Raises RuntimeError if a request fails."""
     requests = case.workload.requests
     load = LoadOptions(num_prompts=len(requests), timeout=_DRAIN_SECONDS)
     arrivals = (each.time for each in requests)

@@ -48,13 +48,13 @@ def test_the_measured_grid_gives_the_costs_of_the_executor(overlap: bool) -> Non
         assert {each.work.sequences for each in samples} == {1, 4, 16}
         return
     fit = fit_steps(samples)
-    assert astuple(fit.costs)[:-1] == pytest.approx(astuple(COSTS)[:-1], rel=1e-6)
+    assert astuple(fit.costs)[:-1] == pytest.approx(astuple(COSTS)[:-1], rel=1e-6, abs=1e-12)
     assert fit.costs.measured is not None
     assert fit.costs.measured.sequences >= 16
     assert fit.costs.measured.context_tokens > 16 * 800
     assert fit.costs.measured.prompt_tokens == 128
     assert fit.costs.measured.prompt_context > 128 * 800
-    mixed = [each.work for each in samples if each.work.prompt_tokens and each.work.context_tokens]
+    mixed = [each.work for each in samples if each.work.prompt_tokens and each.work.sequences > 1]
     assert {each.prompt_tokens for each in mixed} >= {8, 14 + 15 + 1}
 
 

@@ -26,9 +26,8 @@ GRID = [
     StepWork(
         sequences=batch + 1,
         context_tokens=batch * 512,
-        prompt_tokens=tokens,
-        prompt_context=tokens * context,
     )
+    + StepWork.of_prompt(context, tokens)
     for batch in (0, 8)
     for tokens in (16, 128, 512)
     for context in (256, 4096)
@@ -48,8 +47,9 @@ COSTS = st.builds(
         each_context_token=1e-6 * terms[2],
         each_prompt_token=1e-4 * terms[3],
         each_prompt_context=1e-8 * terms[4],
+        each_further_token=1e-5 * terms[5],
     ),
-    *[COEFFICIENTS] * 5,
+    *[COEFFICIENTS] * 6,
 )
 
 
@@ -99,7 +99,7 @@ def test_no_feasible_point_is_closer(seed: int) -> None:
 
 
 def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 6 measured steps, got 5"):
+    with pytest.raises(ValueError, match="at least 7 measured steps, got 5"):
         fit_steps([StepSample(work, 1.0) for work in GRID[:5]])
 
 
@@ -140,7 +140,20 @@ def test_the_work_of_a_plan() -> None:
     )
     assert StepWork.of(plan) == StepWork(
         sequences=4,
-        context_tokens=10 + (21 + 22 + 23),
+        context_tokens=10 + (21 + 22 + 23) + 10 // 4 + 203 // 2,
         prompt_tokens=6,
         prompt_context=(1 + 2 + 3 + 4) + (101 + 102),
     )
+
+
+def test_a_prompt_reads_its_context_once_for_every_32_tokens() -> None:
+    reads = [StepWork.of_prompt(1000, count).context_tokens for count in (1, 32, 33, 64)]
+    assert reads == [1001, 1016, 2 * 1017, 2 * 1032 + 1]
+
+
+def test_the_first_tokens_cost_nothing_in_addition() -> None:
+    costs = replace(PLAIN, each_further_token=1.0)
+    few = StepWork(sequences=1) + StepWork.of_prompt(0, 31)
+    assert costs.seconds(few) == PLAIN.seconds(few)
+    more = StepWork(sequences=2) + StepWork.of_prompt(0, 33)
+    assert costs.seconds(more) == pytest.approx(3.0 + PLAIN.seconds(more))

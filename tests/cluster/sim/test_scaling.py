@@ -110,7 +110,7 @@ def test_an_operator_who_starts_more_workers_than_needed_causes_one_change_back(
 
 
 def test_an_operator_who_stops_needed_workers_gets_them_back_after_the_delay() -> None:
-    requests = traffic(4.0, 70.0, inputs=(800, 1600), outputs=SHORT)
+    requests = traffic(3.7, 70.0, inputs=(800, 1600), outputs=SHORT)
     edit = Resize(time=40.0, role="prefill", workers=1)
     result = simulate(scaled(max_queue_seconds=1e6, resizes=(edit,)), requests, COSTS)
     check_complete(result, requests)

@@ -36,13 +36,7 @@ def test_the_times_of_one_request_are_the_sums_of_its_steps() -> None:
     (request,) = result.requests
     chunks = [(0, 512), (512, 288)]
     prefill = sum(
-        STEP.seconds(
-            StepWork(
-                sequences=1,
-                prompt_tokens=count,
-                prompt_context=count * start + count * (count + 1) // 2,
-            )
-        )
+        STEP.seconds(StepWork(sequences=1) + StepWork.of_prompt(start, count))
         for start, count in chunks
     )
     assert request.record.ttft == pytest.approx(prefill)
@@ -61,12 +55,7 @@ def test_one_worker_computes_a_prompt_beside_the_decodes() -> None:
     result = simulate(service(prefill=0), [traced(0.0, 16, 40), traced(0.2, 400, 2)], COSTS)
     check_complete(result, [40, 2])
     chunk = mixed_chunk(512, 2)
-    work = StepWork(
-        sequences=2,
-        context_tokens=26,
-        prompt_tokens=chunk,
-        prompt_context=chunk * (chunk + 1) // 2,
-    )
+    work = StepWork(sequences=2, context_tokens=26) + StepWork.of_prompt(0, chunk)
     assert chunk < 400
     assert max(result.requests[0].record.gaps) == pytest.approx(STEP.seconds(work), rel=0.05)
 

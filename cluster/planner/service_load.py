@@ -1,0 +1,207 @@
+"""Measures what a running service adds to the steps of its workers.
+
+On CPUs, the processes of Ray, the router and the client share the cores with the workers. A step
+therefore takes longer in a service than in an engine alone.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Final
+
+import numpy as np
+import psutil
+
+from ...proto.errors import Unavailable
+from ...proto.inference_pb2 import Timeline
+from ...router.client.client import AsyncClient
+from ..bench.load import send_load
+from ..bench.metrics import RequestRecord
+from ..bench.options import LoadOptions, ServerAddress, Workload
+from ..bench.target import StreamCompletion, open_target
+from ..bench.workload import BenchPrompt, Prompts
+from ..sim.cost import StepCosts, StepWork, nonnegative_least_squares, prompt_steps
+from .profile import RouterProfile, TransferProfile
+
+_STREAMS: Final = (1, 8)  # concurrent streams that tell the host's time between two steps
+_PROMPT_TOKENS: Final = 16  # of streams, and of the shortest prompt
+_OUTPUT_TOKENS: Final = 32
+_TRANSFER_TOKENS: Final = (64, 256, 1024)
+_TRANSFERS: Final = 3  # of each length
+_LEAST_PROMPTS: Final = 6  # prompts that tell the latency of a request
+_PARTS: Final = 3 + len(_STREAMS)  # loads that share the time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTimes:
+    """Holds the measurements of one service."""
+
+    background: float  # how much longer a step takes than in an engine alone
+    request_seconds: float  # of a request until its first token, besides its steps
+    host_seconds: float  # between two steps of a served stream
+    host_seconds_per_sequence: float
+    router: RouterProfile
+    transfer: TransferProfile | None  # None: without a prefill worker
+
+
+class ServiceLoad:
+    """Sends the loads of a measurement to one service."""
+
+    def __init__(
+        self,
+        address: str,
+        router: psutil.Process,
+        costs: StepCosts,
+        *,
+        chunk_tokens: int,
+        context_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        """`address`: HOST:PORT of the gRPC server of `router`; `costs`: of its workers' steps."""
+        self._url = f"grpc://{address}"
+        self._router = router
+        self._costs = costs
+        self._chunk_tokens = chunk_tokens
+        self._longest = context_tokens // 2  # of a prompt
+        self._vocab_size = vocab_size
+
+    async def measure(self, seconds: float, *, transfers: bool) -> ServiceTimes:
+        """Measures for about `seconds`. Raises Unavailable if a request fails."""
+        part = seconds / _PARTS
+        async with open_target(ServerAddress(url=self._url), ignore_eos=True) as target:
+            await self._send(target, 1, 2, part)  # not measured: the processes connect
+            used = [self._cpu_seconds()]
+            short = await self._send(target, max(_STREAMS), 1, part)
+            used.append(self._cpu_seconds())
+            streams = [await self._send(target, each, _OUTPUT_TOKENS, part) for each in _STREAMS]
+            used.append(self._cpu_seconds())
+            request_seconds, background = await self._prompts_alone(target, part)
+        host, host_each = host_time(self._costs.scaled(background), streams)
+        return ServiceTimes(
+            background=background,
+            request_seconds=request_seconds,
+            host_seconds=host,
+            host_seconds_per_sequence=host_each,
+            router=router_profile(short, streams, used),
+            transfer=await self._transfers() if transfers else None,
+        )
+
+    async def _send(
+        self, target: StreamCompletion, streams: int, max_tokens: int, seconds: float
+    ) -> list[RequestRecord]:
+        """Keeps streams of short prompts in progress."""
+        options = LoadOptions(concurrency=streams, seconds=seconds)
+        prompts = self._prompts(_PROMPT_TOKENS, max_tokens)
+        return _completed(await send_load(target, prompts, options))
+
+    async def _prompts_alone(self, target: StreamCompletion, seconds: float) -> tuple[float, float]:
+        """Sends prompts of some lengths, one after another, at least two of each."""
+        lengths = sorted(
+            {
+                min(each, self._longest)
+                for each in (_PROMPT_TOKENS, self._chunk_tokens // 4, self._chunk_tokens)
+            }
+        )
+        end = time.monotonic() + seconds
+        predicted: list[float] = []
+        measured: list[float] = []
+        one = LoadOptions(concurrency=1, num_prompts=1)
+        for number, length in enumerate(cycle(lengths)):
+            if number >= _LEAST_PROMPTS and time.monotonic() >= end:
+                break
+            prompts = self._prompts(length, 1, count=1, seed=1 + number)
+            (record,) = _completed(await send_load(target, prompts, one))
+            steps = prompt_steps(length, self._chunk_tokens)
+            predicted.append(sum(map(self._costs.seconds, steps)))
+            measured.append(record.ttft)
+        return fit_requests(predicted, measured)
+
+    async def _transfers(self) -> TransferProfile:
+        """Measures KV transfers of some prompts between the workers."""
+        found: list[Timeline] = []
+        async with AsyncClient(self._url) as client:
+            for length in _TRANSFERS * _TRANSFER_TOKENS:
+                num_tokens = min(length, self._longest)
+                (prompt,) = self._prompts(num_tokens, 4, count=1, seed=len(found))
+                completion = await client.generate(
+                    prompt.prompt, max_tokens=4, ignore_eos=True, temperature=0.0
+                )
+                found.append(completion.timeline)
+        moved = [each for each in found if each.kv_transfer_bytes]
+        if not moved:
+            raise Unavailable("no KV cache moved between the workers of the measurement")
+        rates = [each.kv_transfer_bytes / each.kv_transfer_active_seconds for each in moved]
+        return TransferProfile(
+            seconds=statistics.median(each.kv_transfer_seconds for each in moved),
+            bytes_per_second=statistics.median(rates),
+            transport=moved[0].kv_transport,
+        )
+
+    def _prompts(
+        self, input_len: int, output_len: int, *, count: int | None = None, seed: int = 0
+    ) -> Iterator[BenchPrompt]:
+        """Returns random prompts, without end if `count` is None."""
+        workload = Workload(input_len=input_len, output_len=output_len, vocab_size=self._vocab_size)
+        return Prompts(workload).of_round(seed, LoadOptions(num_prompts=count, seconds=1.0))
+
+    def _cpu_seconds(self) -> float:
+        """Returns the CPU time of the router's process."""
+        times = self._router.cpu_times()
+        return times.user + times.system
+
+
+def fit_requests(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
+    """Fits measured times to the first token to a fixed time and a factor of predicted times.
+
+    Returns the fixed seconds, and the factor, which is at least 1.
+    """
+    times = np.array(measured)
+    rows = np.stack([1 / times, np.array(predicted) / times], axis=1)  # [prompts, 2]
+    fixed, factor = nonnegative_least_squares(rows, np.ones(len(times)))
+    if factor >= 1:
+        return float(fixed), float(factor)
+    rest = [took - steps for took, steps in zip(measured, predicted, strict=True)]
+    return max(statistics.median(rest), 0.0), 1.0
+
+
+def host_time(costs: StepCosts, streams: Sequence[Sequence[RequestRecord]]) -> tuple[float, float]:
+    """Returns the part of the streams' time per token that their steps do not explain.
+
+    `streams`: the requests of each of `_STREAMS`. Returns seconds, and seconds for each sequence.
+    """
+    context = _PROMPT_TOKENS + _OUTPUT_TOKENS // 2
+    rest = []
+    for num_streams, sent in zip(_STREAMS, streams, strict=True):
+        seconds = statistics.median(each.tpot or 0.0 for each in sent)
+        work = StepWork(sequences=num_streams, context_tokens=num_streams * context)
+        rest.append(max(seconds - costs.seconds(work), 0.0))
+    each = max(rest[1] - rest[0], 0.0) / (_STREAMS[1] - _STREAMS[0])
+    return max(rest[0] - each, 0.0), each
+
+
+def router_profile(
+    short: Sequence[RequestRecord],
+    streams: Sequence[Sequence[RequestRecord]],
+    used: Sequence[float],
+) -> RouterProfile:
+    """Solves the CPU time of two loads for the time per request and per token.
+
+    `used`: the router's CPU seconds before both loads, between them, and after them.
+    """
+    loads = [list(short), [each for sent in streams for each in sent]]
+    counts = np.array(
+        [[len(sent), sum(each.output_tokens for each in sent)] for sent in loads], dtype=float
+    )
+    seconds = np.diff(np.array(used))
+    request, token = np.maximum(np.linalg.solve(counts, seconds), 0.0)
+    return RouterProfile(seconds_per_request=float(request), seconds_per_token=float(token))
+
+
+def _completed(records: list[RequestRecord]) -> list[RequestRecord]:
+    """Returns the same records. Raises Unavailable if a request has failed."""
+    for each in records:
+        if each.failure is not None:
+            raise Unavailable(f"a request of the measurement failed: {each.failure.detail}")
+    return records
