@@ -92,6 +92,7 @@ def test_a_worker_of_the_other_pool_does_all_if_a_pool_is_empty() -> None:
     free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 4
+    assert registry.capacity.largest() == Capacity(sequences=4, kv_tokens=free.kv_tokens)
     registry.capacity.reserve(asked)
     registry.dispatched("p0", asked, len(asked.submit.token_ids), decodes=True)
     assert registry.capacity._reserved == {}
