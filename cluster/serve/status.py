@@ -26,6 +26,10 @@ _ANSWER_SECONDS: Final = 10.0  # beyond the time for which a worker waits itself
 
 SWITCH_SECONDS: Final = 2.0
 """The time in which the requests of a worker that switches its role may move."""
+
+MAX_WAIT_SECONDS: Final = 86_400.0
+"""The longest time for which a worker waits for its requests."""
+
 _LOAD_SECONDS: Final = 60.0  # of an adapter
 
 
@@ -152,7 +156,7 @@ async def switch_worker(address: str, role: str, timeout: float, identity: PeerI
     """Gives a worker another role; waits until its requests have moved, or for the timeout.
 
     Returns the number of requests of the earlier role that are left. Raises Unavailable if the
-    worker does not answer, or keeps its role.
+    worker does not answer, as it does not to strangers, or keeps its role.
     """
     (answer,) = await _call_workers(
         "SwitchRole",
@@ -162,7 +166,7 @@ async def switch_worker(address: str, role: str, timeout: float, identity: PeerI
         timeout=timeout + _ANSWER_SECONDS,
     )
     if answer is None:
-        raise Unavailable("the worker does not answer")
+        raise Unavailable("the worker does not answer, or --identity is of another service")
     if answer.error:
         raise Unavailable(answer.error)
     return int(answer.num_requests)
