@@ -218,16 +218,16 @@ def test_resumed_requests_spread_over_workers_with_the_same_cached_prefix() -> N
 
 def test_on_reach_is_called_when_a_worker_is_lost_or_found() -> None:
     registry, told = registry_of(1, 2), [0]
-    registry.on_reachability = lambda: told.append(int(registry.can_reach_decode))
-    assert registry.can_reach_decode
-    for worker in ("p0", "d0", "d1"):
+    registry.on_reachability = lambda: told.append(int(registry.can_reach_worker))
+    assert registry.can_reach_worker
+    for worker in ("d0", "d1", "p0"):  # a prefill worker does both while it is alone
         registry.session_lost(worker, 1)
     assert told == [0, 1, 1, 0]
     for _ in range(2):
         report(registry, "d1", epoch=1)
     assert told == [0, 1, 1, 0, 1]
     registry.update([])
-    assert not registry.can_reach_decode
+    assert not registry.can_reach_worker
 
 
 def test_a_cache_is_unknown_without_a_session() -> None:
