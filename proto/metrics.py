@@ -329,7 +329,8 @@ RECOVERIES = _counter(
 )
 LOST_WORKERS = _counter(
     "tandem_lost_workers_total",
-    "Sessions that broke because a worker died or cannot be reached.",
+    "Workers that this router has lost: they died or cannot be reached. A drained worker without "
+    "requests does not count. About the same in each router.",
 )
 KV_SECONDS = _histogram(
     "tandem_kv_transfer_seconds",

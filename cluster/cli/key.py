@@ -115,7 +115,14 @@ def usage_command(
     The key of an operator sees all keys, and another one itself. Routers report requests within ten
     seconds after their end.
     """
-    rows = service.read(f"/usage?{urlencode({'since': since})}" if since else "/usage")["data"]
+    found = service.read(f"/usage?{urlencode({'since': since})}" if since else "/usage")
+    rows = found["data"]
+    if found.get("has_more"):
+        typer.echo(
+            f"only the newest {len(rows)} rows are counted, of which the last are of "
+            f"{rows[-1]['day']}; give a later day as --since",
+            err=True,
+        )
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return

@@ -12,7 +12,7 @@ from ...proto.errors import InvalidArgument, NotFound, Unavailable
 from ...proto.identity import PeerIdentity
 from ..config import PoolRole
 from ..serve.identity_file import kept_status_url, read_identity
-from ..serve.status import SWITCH_SECONDS, drain_workers, switch_worker
+from ..serve.status import MAX_WAIT_SECONDS, SWITCH_SECONDS, drain_workers, switch_worker
 from ..service_url import STATUS_URL, ServiceAccess
 from . import options as o
 
@@ -28,7 +28,12 @@ def drain(
     ],
     service: ServiceAccess,
     timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for the requests of the workers.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=MAX_WAIT_SECONDS,
+            help="Seconds to wait for the requests of the workers.",
+        ),
     ] = 30.0,
     identity: Annotated[
         Path | None,
@@ -60,7 +65,10 @@ def role(
     wanted: Annotated[PoolRole, typer.Argument(metavar="ROLE", help="prefill or decode.")],
     service: ServiceAccess,
     timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for its requests to move.")
+        float,
+        typer.Option(
+            min=0.0, max=MAX_WAIT_SECONDS, help="Seconds to wait for its requests to move."
+        ),
     ] = SWITCH_SECONDS,
     identity: Annotated[
         Path | None,

@@ -1,7 +1,7 @@
 """Defines the configuration of pools whose workers, or whose workers' roles, follow the load."""
 
 from dataclasses import dataclass
-from datetime import datetime, time
+from datetime import UTC, datetime, time, tzinfo
 from typing import Annotated, Final, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -73,7 +73,7 @@ class ScalingConfig(BaseModel):
     @classmethod
     def _is_known(cls, name: str) -> str:
         try:
-            ZoneInfo(name)
+            _zone(name)
         except (ZoneInfoNotFoundError, ValueError, OSError):
             raise ValueError(
                 f"timezone: {name} is unknown; use a name of the IANA database, such as "
@@ -85,7 +85,7 @@ class ScalingConfig(BaseModel):
         """Returns the bounds at `now`, in seconds since 1970; `fewest` and `most` are the usual."""
         if not self.schedule:
             return fewest, most
-        local = datetime.fromtimestamp(now, ZoneInfo(self.timezone))
+        local = datetime.fromtimestamp(now, _zone(self.timezone))
         for each in self.schedule:
             if each.contains(local):
                 low = fewest if each.replicas is None else max(each.replicas, fewest)
@@ -110,6 +110,14 @@ class ScalingConfig(BaseModel):
                 )
         if role == "prefill" and self.tpot_seconds is not None:
             raise ValueError("prefill.autoscaling.tpot_seconds: only decode.autoscaling has it")
+
+
+def _zone(name: str) -> tzinfo:
+    """Returns a time zone; UTC also on a machine without the IANA database.
+
+    Raises ZoneInfoNotFoundError, ValueError or OSError for an unknown name.
+    """
+    return UTC if name == "UTC" else ZoneInfo(name)
 
 
 class RoleScalingConfig(BaseModel):
@@ -140,11 +148,16 @@ class RoleScalingConfig(BaseModel):
                 "role_scaling: needs 2 workers in prefill.replicas and decode.replicas together, "
                 f"got {num_workers}"
             )
+        if self.max_prefill is not None and self.min_prefill > self.max_prefill:
+            raise ValueError(
+                f"role_scaling.min_prefill: must be at most max_prefill, {self.max_prefill}, got "
+                f"{self.min_prefill}"
+            )
         low, high = self.bounds(num_workers)
         if not low <= num_prefill <= high:
             raise ValueError(
                 f"role_scaling: prefill.replicas, {num_prefill}, must lie within min_prefill, "
-                f"{self.min_prefill}, and max_prefill, {high}"
+                f"{low}, and max_prefill, {high}"
             )
 
     def bounds(self, num_workers: int) -> tuple[int, int]:

@@ -407,4 +407,5 @@ class Router(Replica):
                 continue
             if has_moved:
                 await self._members.update(watcher.workers, watcher.routers)
+                self._statuses.forget_gone()
                 await runtime.update(self._members.fitting)

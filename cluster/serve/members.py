@@ -14,7 +14,6 @@ poll; routers receive the loads from their sessions with the workers.
 import asyncio
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -377,17 +376,17 @@ class Members:
         return [each for each in self.workers if each.application != self._application]
 
     def is_complete(self, num_routers: int, num_prefill: int, num_decode: int) -> bool:
-        """Returns True if this deployment has enough members and every router knows all workers."""
+        """Returns True if this deployment has enough members and every router knows all workers.
+
+        Workers may have taken other roles by then; one of them decodes.
+        """
         ready = [
             each
             for each in self.fitting
             if not each.draining and each.application == self._application
         ]
-        counts = Counter(worker.role for worker in ready)
-        if (
-            counts[worker_pb2.ROLE_PREFILL] < num_prefill
-            or counts[worker_pb2.ROLE_DECODE] < num_decode
-        ):
+        num_decoding = sum(each.role == worker_pb2.ROLE_DECODE for each in ready)
+        if len(ready) < num_prefill + num_decode or num_decoding < min(num_decode, 1):
             return False
         all_know = all(each.num_workers >= len(self.workers) for each in self.routers)
         return all_know and len(self.own_routers) >= num_routers

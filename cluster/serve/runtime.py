@@ -220,7 +220,7 @@ class RouterRuntime:
         await self._dispatcher.update_sessions()
 
     async def keep_ready(self) -> None:
-        """Reports, without end, when no decode worker can be reached and when one can be again."""
+        """Reports, without end, when no worker can be reached and when one can be again."""
         changed = asyncio.Event()
         self._registry.on_reachability = changed.set
         while True:
@@ -230,8 +230,8 @@ class RouterRuntime:
 
     async def _report_ready(self) -> None:
         if not self._is_stopping:
-            can_serve = self._registry.can_reach_decode
-            self._monitor.ops.reason = "" if can_serve else "no decode worker"
+            can_serve = self._registry.can_reach_worker
+            self._monitor.ops.reason = "" if can_serve else "no worker"
             await self._servers.set_serving(can_serve)
 
     async def serve_ops(

@@ -26,6 +26,10 @@ _ANSWER_SECONDS: Final = 10.0  # beyond the time for which a worker waits itself
 
 SWITCH_SECONDS: Final = 2.0
 """The time in which the requests of a worker that switches its role may move."""
+
+MAX_WAIT_SECONDS: Final = 86_400.0
+"""The longest time for which a worker waits for its requests."""
+
 _LOAD_SECONDS: Final = 60.0  # of an adapter
 
 
@@ -55,7 +59,7 @@ class WorkerStatuses:
     """Asks the workers that a router knows for their status.
 
     Callers at about the same time share one request to each worker. Channels stay open until their
-    worker is gone.
+    worker is gone; call `forget_gone` when the list of workers has changed.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class WorkerStatuses:
         self._workers = workers
         self._identity = identity
         self._channels: dict[str, PeerChannel] = {}  # by address
+        self._closing: set[asyncio.Task[None]] = set()
         self._described = SharedResult(self._describe, _FRESH_SECONDS)
 
     async def get(self) -> list[dict[str, Any]]:
@@ -75,26 +80,44 @@ class WorkerStatuses:
         """
         return await self._described.get()
 
+    def forget_gone(self) -> None:
+        """Closes the channels to workers that are gone, each as soon as no call uses it."""
+        self._keep({worker.address for worker in self._workers()})
+
     async def close(self) -> None:
         """Closes the channels."""
-        await self._keep(())
+        self._keep(())
+        await asyncio.gather(*self._closing)
 
     async def _describe(self) -> list[dict[str, Any]]:
         ordered = sorted(self._workers(), key=lambda worker: worker.worker_id)
-        await self._keep([worker.address for worker in ordered])
+        self._keep([worker.address for worker in ordered])
         return list(
             await asyncio.gather(
-                *(_describe(worker, self._channels[worker.address]) for worker in ordered)
+                *(_describe(worker, self._channel(worker.address)) for worker in ordered)
             )
         )
 
-    async def _keep(self, addresses: Collection[str]) -> None:
-        """Opens and closes channels until there is one to each of these addresses, and no other."""
-        gone = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
-        for address in addresses:
-            if address not in self._channels:
-                self._channels[address] = PeerChannel(address, self._identity)
-        await asyncio.gather(*(channel.close() for channel in gone))
+    def _channel(self, address: str) -> PeerChannel:
+        if address not in self._channels:
+            self._channels[address] = PeerChannel(address, self._identity)
+        return self._channels[address]
+
+    def _keep(self, addresses: Collection[str]) -> None:
+        """Begins to close the channels to all other addresses."""
+        for address in self._channels.keys() - set(addresses):
+            closing = asyncio.create_task(_close_unused(self._channels.pop(address)))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+async def _close_unused(channel: PeerChannel) -> None:
+    """Closes a channel after its last call, which has a deadline; closing cancels a call."""
+    if channel.num_calls:
+        unused = asyncio.Event()
+        channel.on_unused = unused.set
+        await unused.wait()
+    await channel.close()
 
 
 def describe_routers(routers: Iterable[RouterInfo], *, has_tls: bool) -> list[dict[str, str]]:
@@ -133,7 +156,7 @@ async def switch_worker(address: str, role: str, timeout: float, identity: PeerI
     """Gives a worker another role; waits until its requests have moved, or for the timeout.
 
     Returns the number of requests of the earlier role that are left. Raises Unavailable if the
-    worker does not answer, or keeps its role.
+    worker does not answer, as it does not to strangers, or keeps its role.
     """
     (answer,) = await _call_workers(
         "SwitchRole",
@@ -143,7 +166,7 @@ async def switch_worker(address: str, role: str, timeout: float, identity: PeerI
         timeout=timeout + _ANSWER_SECONDS,
     )
     if answer is None:
-        raise Unavailable("the worker does not answer")
+        raise Unavailable("the worker does not answer, or --identity is of another service")
     if answer.error:
         raise Unavailable(answer.error)
     return int(answer.num_requests)

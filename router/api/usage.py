@@ -25,7 +25,7 @@ async def answer_usage(service: GenerationService, request: Request) -> Response
         raise PermissionDenied("callers without a key see no usage")
     since = request.query_params.get("since", day_of(time.time()))
     try:
-        date.fromisoformat(since)
+        since = date.fromisoformat(since).isoformat()  # which Python also reads without hyphens
     except ValueError:
         raise InvalidArgument("must be a day, such as 2026-11-27", "since") from None
     owner = None

@@ -117,7 +117,8 @@ class Dispatcher:
         The sessions report the loads and the prefix caches, and show which workers are lost. A
         session that requests still use ends with its last request.
         """
-        for (worker_id, epoch), client in list(self._clients.items()):
+        self._forget_broken()
+        for (worker_id, epoch), client in self._clients.items():
             known = self._registry.get(worker_id)
             client.set_listed(known is not None and known.epoch == epoch)
         for info in self._registry.workers():
@@ -154,9 +155,7 @@ class Dispatcher:
     def _connect(self, info: worker_pb2.WorkerInfo) -> WorkerClient:
         """Opens a session with a worker."""
         key = (info.worker_id, info.epoch)
-        self._clients = {
-            other: client for other, client in self._clients.items() if not client.broken
-        }
+        self._forget_broken()
         client = self._clients[key] = WorkerClient(
             key,
             info.address,
@@ -168,16 +167,20 @@ class Dispatcher:
         )
         return client
 
+    def _forget_broken(self) -> None:
+        self._clients = {key: client for key, client in self._clients.items() if not client.broken}
+
     def _lost(self, worker: WorkerKey) -> None:
         """Keeps requests from a worker with a broken session until a new session brings a message.
 
-        The directory lists a dead worker for seconds; every request placed there would lose time.
+        The directory lists a dead worker for seconds; every request placed there would lose time. A
+        worker that has left, or has a new epoch, is not lost with its earlier session.
         """
         self._registry.session_lost(*worker)
         if not self._closed:
             client = self._clients.get(worker)  # the client of a probe has not heard anything
             delay = 0 if client is not None and client.heard else PROBE_SECONDS
-            if client is not None and client.was_lost:
+            if client is not None and client.was_lost and self._registry.is_lost(*worker):
                 self._metrics.add(LOST_WORKERS)
             asyncio.get_running_loop().call_later(delay, self._probe, worker)
 

@@ -168,7 +168,8 @@ class WorkerClient:
     """Holds the session with one worker. A broken session stays broken."""
 
     heard = False  # the worker has sent something
-    was_lost = False  # the session had begun, and ended without the worker's wish
+    # The session had begun, and broke before a drain had freed the worker of its requests.
+    was_lost = False
     _is_listed = True
     _end = _LOST  # the failure of its streams once the session has ended
 
@@ -251,7 +252,7 @@ class WorkerClient:
             await self._receive(call)
         except grpc.aio.AioRpcError as error:
             self._end = _end_of(error)
-            self.was_lost = self.heard
+            self.was_lost = self.heard and (bool(self._streams) or not self._drains)
             if self.heard:  # otherwise this was a probe of a lost worker
                 logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:

@@ -64,8 +64,11 @@ class PoolCapacity:
         return num_tokens <= self._local_prefill_tokens
 
     def largest(self) -> Capacity | None:
-        """Returns the most sequences and KV tokens of an empty decode worker; None without one."""
-        return self.pool(_DECODE).largest()
+        """Returns the most sequences and KV tokens of an empty decode worker; None without workers.
+
+        Without a decode worker, those of a prefill worker, which then does both.
+        """
+        return self.pool(_DECODE).largest() or self.pool(_PREFILL).largest()
 
     def reserve(self, request: TokenRequest) -> None:
         """Reserves the capacity that a request needs until it is dispatched, or until `release`."""

@@ -187,11 +187,12 @@ class WorkerRegistry:
         return any(worker.is_lost for worker in self._workers.values())
 
     @property
-    def can_reach_decode(self) -> bool:
-        """Returns True if a listed decode worker is not lost; see `session_lost`."""
-        return any(
-            worker.info.role == _DECODE and not worker.is_lost for worker in self._workers.values()
-        )
+    def can_reach_worker(self) -> bool:
+        """Returns True if a listed worker is not lost; see `session_lost`.
+
+        Its role does not matter: a worker of either pool can prefill and decode.
+        """
+        return any(not worker.is_lost for worker in self._workers.values())
 
     def has_other(self, worker_id: str) -> bool:
         """Returns True if a decode worker other than this one takes requests."""

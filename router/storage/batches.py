@@ -52,14 +52,19 @@ class Batches:
         self._holders: dict[LineKey, str] = {}  # the runner that answers a request
 
     def add(self, batch: Batch, lines: Sequence[bytes]) -> Batch | None:
-        """Stores a batch and its requests; returns None without room."""
+        """Stores a batch and its requests; returns None without room.
+
+        At the bound of their number, the oldest batch that has ended makes room.
+        """
         tenant = batch.owner.tenant
         facts = json.dumps(asdict(batch))
         size = sum(map(len, lines)) + len(facts) + ENTRY_BYTES * (len(lines) + 1)
         with self._database.transaction() as database:
             database.delete_expired()  # which do not count
             (count,) = database.one("SELECT COUNT(*) FROM batches WHERE tenant = ?", tenant)
-            if count >= MAX_BATCHES or not database.has_room(tenant, size):
+            if not database.has_room(tenant, size):
+                return None
+            if count >= MAX_BATCHES and not self._delete_oldest_ended(tenant):
                 return None
             database.execute(
                 "INSERT INTO batches (tenant, id, expires, size, status, deadline, facts) "
@@ -158,6 +163,15 @@ class Batches:
         """Lets others claim the requests that `runner` holds."""
         self._seen.pop(runner, None)
         self._drop_silent()
+
+    def _delete_oldest_ended(self, tenant: str) -> bool:
+        """Deletes the oldest batch of a tenant that has ended; returns False if there is none."""
+        deleted = self._database.execute(
+            "DELETE FROM batches WHERE number = (SELECT MIN(number) FROM batches "
+            "WHERE tenant = ? AND status NOT IN ('in_progress', 'cancelling'))",
+            tenant,
+        )
+        return deleted.rowcount > 0
 
     def _next_line(self, batch_id: str) -> BatchLine | None:
         """Returns the first request of a batch without an answer that nobody holds."""

@@ -11,7 +11,7 @@ MAX_FILES: Final = 1_000
 """Number of files of one tenant."""
 
 MAX_BATCHES: Final = 1_000
-"""Number of batches of one tenant, finished ones included."""
+"""Number of batches of one tenant; beyond it, the oldest that has ended is deleted."""
 
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
 """Size of one uploaded file."""

@@ -345,10 +345,13 @@ async def test_a_router_is_ready_while_it_can_answer(folder: Path) -> None:
         assert await state_of(router, "/live") == (200, "ok")
         assert await state_of(router, "/ready") == (503, "starting")
         assert await health_of(router, "tandem.v1.Inference") == serving.NOT_SERVING
+        # A prefill worker does both while there is no decode worker.
         await router.update(
             [worker.info() for worker in running.workers if worker.role == "prefill"]
         )
-        assert await state_of(router, "/ready") == (503, "no decode worker")
+        assert await state_of(router, "/ready") == (200, "ok")
+        await router.update([])
+        assert await state_of(router, "/ready") == (503, "no worker")
         await router.update([worker.info() for worker in running.workers])
         assert await state_of(router, "/ready") == (200, "ok")
         assert (
@@ -363,18 +366,18 @@ async def test_a_router_is_ready_while_it_can_answer(folder: Path) -> None:
         await router.stop(0)
 
 
-async def test_a_router_that_reaches_no_decode_worker_is_not_ready_until_it_reaches_one(
+async def test_a_router_that_reaches_no_worker_is_not_ready_until_it_reaches_one(
     folder: Path,
 ) -> None:
     """The directory lists lost workers for seconds, and longer while it cannot be reached."""
     link = Proxy()
-    async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=300)) as running:
-        _, decode = running.workers
+    async with fleet(0, 1, rank=lambda role: fake_rank(vocab_size=300)) as running:
+        (decode,) = running.workers
         await link.start()
         link.target = decode.address
         decode._server.answer_to(link.address)
-        infos = [worker.info() for worker in running.workers]
-        infos[1].address = link.address
+        infos = [decode.info()]
+        infos[0].address = link.address
         router = await start(folder, None)
         keeping = asyncio.create_task(router.keep_ready())
         await router.update(infos)
@@ -383,7 +386,7 @@ async def test_a_router_that_reaches_no_decode_worker_is_not_ready_until_it_reac
         assert await state_of(router, "/ready") == (200, "ok")
         link.target = "127.0.0.1:1"
         link.cut()
-        await wait_until_ready(router, (503, "no decode worker"))
+        await wait_until_ready(router, (503, "no worker"))
         assert (await scrape(router.ops_address)).value("tandem_lost_workers_total") == 1
         link.target = decode.address
         await wait_until_ready(router, (200, "ok"))

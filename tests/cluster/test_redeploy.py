@@ -116,6 +116,20 @@ async def test_a_deployment_is_complete_when_every_router_knows_its_workers() ->
     assert [each.router_id for each in members.other_routers] == ["r1"]
 
 
+async def test_workers_that_have_switched_their_roles_count_as_those_of_the_pools() -> None:
+    """Roles may follow the load before the last router has started."""
+    members = Members("a", LAYOUT)
+    workers = [worker(name, "a") for name in "123"]
+    workers[0].role = worker_pb2.ROLE_PREFILL
+    await members.update(workers, [router("r", "a", 3)])
+    for num_prefill, num_decode in ((1, 2), (2, 1), (0, 3)):
+        assert members.is_complete(1, num_prefill, num_decode)
+    assert not members.is_complete(1, 2, 2)
+    for each in workers:
+        each.role = worker_pb2.ROLE_PREFILL
+    assert not members.is_complete(1, 2, 1)
+
+
 async def test_a_worker_with_another_model_is_no_worker_of_the_service() -> None:
     """Such a worker starts after the files of the model have changed."""
     members = Members("a", LAYOUT)

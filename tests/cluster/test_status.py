@@ -1,5 +1,6 @@
 """Tests the status of workers that a router reports, and the connections that it uses."""
 
+import asyncio
 from typing import Any
 
 from tandem.cluster.config import RouterConfig
@@ -44,6 +45,25 @@ async def test_channels_to_workers_that_are_gone_are_closed() -> None:
         assert [each["address"] for each in await asked_anew(statuses)] == [known[0].address]
         assert list(statuses._channels) == [known[0].address]
         await statuses.close()
+
+
+async def test_a_channel_to_a_worker_that_has_left_closes_after_its_last_call() -> None:
+    """Also if nobody asks for the status again."""
+    async with fleet(1, 1) as running:
+        known = [worker.info() for worker in running.workers]
+        statuses = WorkerStatuses(lambda: known, IDENTITY)
+        await asked_anew(statuses)
+        channel = statuses._channels[known[1].address]
+        asking = asyncio.create_task(asked_anew(statuses))
+        async with asyncio.timeout(20):
+            while not channel.num_calls:
+                await asyncio.sleep(0)
+            known.pop()
+            statuses.forget_gone()
+            assert list(statuses._channels) == [known[0].address]
+            assert [each["state"] for each in await asking] == ["ready", "ready"]
+            await statuses.close()
+        assert not statuses._closing
 
 
 async def asked_anew(statuses: WorkerStatuses) -> list[dict[str, object]]:

@@ -174,6 +174,8 @@ async def test_the_command_prints_what_keys_used_at_all_routers(
     by_day = await command(two, keys["bob"], "--by-day", "--since", own[0]["day"])
     assert by_day.splitlines()[1].split()[:3] == [own[0]["day"], "bob", "team"]
     assert "bob" not in await command(two, keys["ops"], "--since", "2999-01-01")
+    compact = own[0]["day"].replace("-", "")  # another form of ISO 8601
+    assert "bob" in await command(two, keys["ops"], "--since", compact)
     with pytest.raises(InvalidArgument, match="since: must be a day"):
         await command(one, keys["ops"], "--since", "yesterday")
     with pytest.raises(Unauthenticated):

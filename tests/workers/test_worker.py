@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -269,6 +269,39 @@ async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> Non
         assert await session.read() is None
         await stopping
         assert time.monotonic() - began < 10  # it does not wait for routers that have nothing there
+
+
+@pytest.mark.parametrize("how", ["drain", "switch", "stop"])
+async def test_a_session_that_has_just_begun_learns_that_it_ends(how: str) -> None:
+    """Its first message is still on its way to the router."""
+    messages: list[worker_pb2.SessionResponse] = []
+    arrives = asyncio.Event()
+
+    async def send(message: worker_pb2.SessionResponse) -> None:
+        messages.append(message)
+        await arrives.wait()
+
+    async def commands() -> AsyncIterator[worker_pb2.SessionRequest]:
+        await asyncio.Event().wait()
+        yield worker_pb2.SessionRequest()
+
+    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="worker", role="decode")
+    serving = asyncio.create_task(worker.serve_session(commands(), send))
+    async with asyncio.timeout(20):
+        while not messages:
+            await asyncio.sleep(0)
+        if how == "drain":
+            await worker.drain(0)
+        elif how == "switch":
+            await worker.switch_role("prefill", 0)
+        else:
+            await worker.stop()
+        arrives.set()
+        if how != "stop":
+            while not messages[-1].load.draining:
+                await asyncio.sleep(0.001)
+            await worker.stop()
+        await serving
 
 
 async def test_a_draining_prefill_worker_still_sends_its_kv_cache() -> None:

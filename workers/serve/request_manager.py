@@ -129,14 +129,29 @@ class RequestManager:
         Executes the router's commands. Sends the outputs of its requests, the load, and the hashes
         of the prefix cache: first all hashes, then changes.
         """
-        # Before any command is read. If the worker dies in its first step, the router knows that it
-        # was alive.
         session = RouterSession()
         first = worker_pb2.SessionResponse()
         self._load_reports.add_to(first, session)
-        await send(first)
+        # Before the first await, so that no drain, stop or new role escapes the session.
         self.reports.sessions.add(session)
         self.reports.start(session)
+        try:
+            # Before any command is read. If the worker dies in its first step, the router knows
+            # that it was alive.
+            await send(first)
+            await self._serve(session, commands, send)
+        finally:
+            self.reports.sessions.discard(session)
+            for request in list(session.requests.values()):
+                self.end(request)
+
+    async def _serve(
+        self,
+        session: RouterSession,
+        commands: AsyncIterator[worker_pb2.SessionRequest],
+        send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ) -> None:
+        """Executes a router's commands and sends what its session queues, until either ends."""
         reader = asyncio.create_task(self._read(session, commands))
         try:
             while (message := await session.take()) is not None:
@@ -146,9 +161,6 @@ class RequestManager:
                     await send(message)
         finally:
             reader.cancel()
-            self.reports.sessions.discard(session)
-            for request in list(session.requests.values()):
-                self.end(request)
             (error,) = await asyncio.gather(reader, return_exceptions=True)
             if isinstance(error, Exception):
                 logger.error("a session has failed", exc_info=error)

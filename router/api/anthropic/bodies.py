@@ -175,7 +175,6 @@ class MessagesFields(CountTokensBody):
     stream: bool | None = None
     last_event_id: LastEventId = None
     metadata: Ignored[dict[str, Any]] = None
-    service_tier: Only[Literal["auto", "standard_only"]] = None
 
 
 PARAMETER_NAMES: Final = {
@@ -183,8 +182,12 @@ PARAMETER_NAMES: Final = {
     "max_tokens": "stopping.max_tokens",
     "stop_sequences": "stopping.stop",
     "truncation": "truncation",
+    "service_tier": "service_tier",
     **STOPPING_NAMES,
 }
 """The request parameters of POST /v1/messages; some are additions to Anthropic's."""
+
+STANDARD_TIER: Final = "standard_only"
+"""Anthropic's name of the tier that a request has if it sets none, as `auto` here."""
 
 MessagesBody = with_named_parameters(MessagesFields, "MessagesBody", PARAMETER_NAMES)

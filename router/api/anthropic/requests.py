@@ -16,6 +16,7 @@ from ..openai.parsing import json_text, parse
 from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
     PARAMETER_NAMES,
+    STANDARD_TIER,
     CountTokensBody,
     InputMessage,
     MessagesBody,
@@ -38,8 +39,11 @@ def parse_messages(body: bytes, request_id: str) -> ParsedRequest[MessagesFields
     """Translates the body of POST /v1/messages. Raises InvalidArgument that names the field."""
     parsed = parse(MessagesBody, body)
     translated = _translate(parsed)
-    set_parameters(translated["common"], parsed, PARAMETER_NAMES)
-    if not translated["common"].stopping.HasField("max_tokens"):
+    common = translated["common"]
+    set_parameters(common, parsed, PARAMETER_NAMES)
+    if common.service_tier == STANDARD_TIER:
+        common.ClearField("service_tier")
+    if not common.stopping.HasField("max_tokens"):
         raise InvalidArgument("field required", "max_tokens")
     return ParsedRequest(
         **translated,

@@ -2,8 +2,8 @@
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from ....proto.errors import InvalidArgument, NotFound, Overloaded
 from ....proto.limits import MAX_MESSAGE_BYTES
+from ...auth.authenticator import Caller
 from ...frontend.fair_threads import FairThreads
 from ...frontend.prepare import RequestContext
 from ...storage.interface import (
@@ -23,6 +24,7 @@ from ...storage.interface import (
     MAX_FILE_BYTES,
     Batch,
     Owner,
+    StoredFile,
 )
 from ..large_messages import check_json_elements
 from ..openai.bodies import OpenModel
@@ -30,7 +32,7 @@ from ..openai.lists import list_response, one_more, read_page, unknown_after
 from ..openai.parsing import parse
 from ..openai.respond import off_loop
 from ..service import GenerationService
-from .files import check_can_keep, read_pieces
+from .files import check_can_keep, counted, read_pieces
 from .lines import BatchUrl, parse_batch
 
 _MAX_PAGE: Final = 100
@@ -38,8 +40,14 @@ _DEFAULT_PAGE: Final = 20
 _MAX_METADATA: Final = 16
 _MAX_ERROR_CHARACTERS: Final = 1_024  # of one line; each unknown field of it adds to the error
 
+# Of inputs in memory at a time: of one tenant, and of all.
+_MAX_READ_BYTES_EACH: Final = 2 * MAX_FILE_BYTES
+_MAX_READ_BYTES: Final = 4 * MAX_FILE_BYTES
+
 # One thread, because the texts of the largest file take several times its size.
 _PARSER: Final = FairThreads("tandem-batch", 1, max_size=4 * MAX_FILE_BYTES)
+
+_reading = Counter[str]()  # bytes, by tenant
 
 _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
@@ -69,39 +77,62 @@ async def create_batch(
     caller = context.caller
     check_can_keep(caller)
     parsed = await off_loop(caller.turn, body, partial(parse, BatchBody))
-    content = await _read_input(service, caller.tenant, parsed.input_file_id)
+    stored = await _find_input(service, caller.tenant, parsed.input_file_id)
+    with counted(
+        _reading,
+        caller.tenant,
+        stored.size,
+        _MAX_READ_BYTES_EACH,
+        _MAX_READ_BYTES,
+        "bytes of input files",
+        "read",
+    ):
+        added = await _add_batch(service, caller, parsed, stored)
+    if added is None:
+        raise Overloaded(
+            f"the storage of this tenant is full, or {MAX_BATCHES} of its batches run; delete "
+            "files, or try again later"
+        )
+    return JSONResponse(describe_batch(added))
+
+
+async def _add_batch(
+    service: GenerationService, caller: Caller, body: BatchBody, stored: StoredFile
+) -> Batch | None:
+    """Reads the input of a batch and stores both; returns None without room."""
+    try:
+        pieces = [piece async for piece in read_pieces(service, caller.tenant, stored)]
+    except NotFound:  # the file was deleted meanwhile
+        raise _unknown_input() from None
+    content = b"".join(pieces)
     now = int(time.time())
-    keep = parsed.output_expires_after
+    keep = body.output_expires_after
     batch = Batch(
         batch_id=f"batch_{uuid.uuid4().hex}",
         owner=Owner(tenant=caller.tenant, key_name=caller.key_name),
-        endpoint=parsed.endpoint,
-        input_file_id=parsed.input_file_id,
-        metadata=parsed.metadata,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        metadata=body.metadata,
         created=now,
         expires=now + BATCH_SECONDS,
         output_seconds=None if keep is None else keep.seconds,
         total=0,
     )
-    lines = await _PARSER.run(
-        caller.turn, len(content), _read_lines, content, parsed.endpoint, batch
-    )
-    added = await service.storage.add_batch(batch, lines)
-    if added is None:
-        raise Overloaded(
-            f"the storage of this tenant is full, or has {MAX_BATCHES} batches; delete files"
-        )
-    return JSONResponse(describe_batch(added))
+    lines = await _PARSER.run(caller.turn, len(content), _read_lines, content, body.endpoint, batch)
+    return await service.storage.add_batch(batch, lines)
 
 
-async def _read_input(service: GenerationService, tenant: str, file_id: str) -> bytes:
+async def _find_input(service: GenerationService, tenant: str, file_id: str) -> StoredFile:
     stored = await service.storage.find_file(tenant, file_id)
-    if stored is not None and stored.purpose != "batch":
+    if stored is None:
+        raise _unknown_input()
+    if stored.purpose != "batch":
         raise InvalidArgument("must be a file of the purpose batch", "input_file_id")
-    with suppress(NotFound):  # the file was deleted meanwhile
-        if stored is not None:
-            return b"".join([piece async for piece in read_pieces(service, tenant, stored)])
-    raise NotFound("input_file_id: no file of this id is stored here")
+    return stored
+
+
+def _unknown_input() -> NotFound:
+    return NotFound("input_file_id: no file of this id is stored here")
 
 
 async def get_batch(service: GenerationService, request: Request) -> Response:

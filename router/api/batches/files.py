@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -67,25 +67,39 @@ async def upload_file(service: GenerationService, request: Request) -> Response:
         return RefusedBody(error_response(error))
 
 
-@contextmanager
-def _uploading(tenant: str) -> Iterator[None]:
-    """Counts an upload, which may be slow. Raises Overloaded beyond the bounds.
+def _uploading(tenant: str) -> AbstractContextManager[None]:
+    """Counts an upload, which may be slow. Raises Overloaded beyond the bounds."""
+    return counted(_uploads, tenant, 1, _MAX_UPLOADS_EACH, _MAX_UPLOADS, "files", "uploaded")
 
-    The bound of a tenant leaves places to others.
+
+@contextmanager
+def counted(
+    used: Counter[str],
+    tenant: str,
+    amount: int,
+    most_each: int,
+    most: int,
+    what: str,
+    how: str,
+) -> Iterator[None]:
+    """Counts an amount in `used`, by tenant, while the context is open.
+
+    Raises Overloaded beyond the bounds; `what` and `how` complete its text. The bound of a tenant
+    leaves room to others.
     """
-    for count, most, whose in (
-        (_uploads[tenant], _MAX_UPLOADS_EACH, "of this tenant "),
-        (_uploads.total(), _MAX_UPLOADS, ""),
+    for count, bound, whose in (
+        (used[tenant], most_each, "of this tenant "),
+        (used.total(), most, ""),
     ):
-        if count >= most:
-            raise Overloaded(f"{most} files {whose}are being uploaded; try again")
-    _uploads[tenant] += 1
+        if count + amount > bound:
+            raise Overloaded(f"{bound} {what} {whose}are being {how}; try again")
+    used[tenant] += amount
     try:
         yield
     finally:
-        _uploads[tenant] -= 1
-        if not _uploads[tenant]:
-            del _uploads[tenant]
+        used[tenant] -= amount
+        if not used[tenant]:
+            del used[tenant]
 
 
 async def list_files(service: GenerationService, request: Request) -> Response:
@@ -178,9 +192,12 @@ async def _add_file(
         )
     if fields.pop("purpose", "") != "batch":
         raise InvalidArgument("must be batch: files have no other use here", "purpose")
-    if fields.pop("expires_after[anchor]", "created_at") != "created_at":
+    anchor = fields.pop("expires_after[anchor]", None)
+    if anchor not in (None, "created_at"):
         raise InvalidArgument("must be created_at", "expires_after.anchor")
     seconds = fields.pop("expires_after[seconds]", None)
+    if anchor is not None and seconds is None:
+        raise InvalidArgument("must be set with expires_after.anchor", "expires_after.seconds")
     kept = None if seconds is None else read_seconds(seconds, "expires_after.seconds")
     if fields:
         raise InvalidArgument("is not a field of this request", next(iter(fields)))

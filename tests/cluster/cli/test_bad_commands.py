@@ -70,7 +70,12 @@ COMMANDS: list[list[str]] = [
     *(["plan", "cost", "m", "--prompt", value] for value in BAD_NUMBERS),
     ["drain"],
     ["drain", "all", "--timeout", "x"],
-    ["drain", "all", "--timeout", "-1"],
+    *(
+        [command, *arguments, "--timeout", value]
+        for command, *arguments in (["drain", "all"], ["role", "w", "decode"])
+        for value in ("-1", "inf", "86401")
+    ),
+    ["role", "w", "both"],
     ["status", "--nothing"],
     *(["bench", "--concurrency", value] for value in BAD_NUMBERS),
     *(

@@ -12,6 +12,7 @@ from tandem.cluster.cli.key import key_app
 from tandem.cluster.cli.main import app
 from tandem.cluster.cli.options import read_api_key
 from tandem.cluster.serve.identity_file import read_identity
+from tandem.cluster.service_url import ServiceAccess
 from tandem.proto.errors import InvalidArgument, NotFound, Unavailable
 from tandem.proto.identity import PeerIdentity
 from tandem.router.auth.keys import hash_key, load_keys
@@ -47,6 +48,21 @@ def test_create_list_revoke(tmp_path: Path) -> None:
     assert [key.name for key in load_keys(path)] == ["bob"]
     with pytest.raises(NotFound):
         run("revoke", path, "laptop")
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_usage_tells_if_its_sums_are_not_complete(
+    monkeypatch: pytest.MonkeyPatch, has_more: bool
+) -> None:
+    names = ("requests", "failed", "prompt_tokens", "cached_tokens", "generated_tokens")
+    row = {"day": "2026-11-27", "key_name": "laptop", "tenant": "ada"} | dict.fromkeys(names, 1)
+    found = {"data": [row], "has_more": has_more}
+    monkeypatch.setattr(ServiceAccess, "read", lambda access, path: found)
+    result = CliRunner().invoke(key_app, ["usage", "--since", "2026-11-01"])
+    assert result.exception is None
+    assert result.stdout.splitlines()[1].split()[:3] == ["laptop", "ada", "1"]
+    told = "only the newest 1 rows are counted, of which the last are of 2026-11-27"
+    assert (told in result.stderr) is has_more
 
 
 def test_serve_refuses_a_wrong_file_before_anything_starts(tmp_path: Path) -> None:

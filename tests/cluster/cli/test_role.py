@@ -51,3 +51,7 @@ async def test_a_worker_gets_the_role_unless_none_would_decode(
         _, error = await run(monkeypatch, known, "worker", "decode")
         assert isinstance(error, Unavailable)
         assert str(error) == "the worker drains or stops; switch another one"
+    # Another process may have the address by now.
+    _, error = await run(monkeypatch, [two], "other", "decode")
+    assert isinstance(error, Unavailable)
+    assert str(error) == "the worker does not answer, or --identity is of another service"

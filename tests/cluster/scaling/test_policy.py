@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Mapping
 from typing import Any
+from zoneinfo import ZoneInfoNotFoundError
 
 import pytest
+from pydantic import ValidationError
 from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.common import DeploymentID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
@@ -12,6 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.scaling import reports
+from tandem.cluster.scaling.config import ScalingConfig
 from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER
 from tandem.cluster.serve.launch import start_service
 from tandem.cluster.serve.serve_app import _number_options, _reports_to
@@ -167,6 +170,21 @@ def test_the_schedule_moves_the_bounds_with_and_without_load() -> None:
     assert found == [1, 3, 3, 3, 1, 1, 1]
 
 
+def test_a_schedule_in_utc_needs_no_database_of_time_zones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the policy would stop Serve's controller."""
+
+    def refuse(name: str) -> None:
+        raise ZoneInfoNotFoundError(name)
+
+    monkeypatch.setattr("tandem.cluster.scaling.config.ZoneInfo", refuse)
+    hours = [{"start": "08:00", "end": "20:00", "replicas": 3}]
+    config = ScalingConfig.model_validate({"max_replicas": 4, "schedule": hours})
+    assert config.bounds_at(NIGHT, 1, 4) == (1, 4)
+    assert config.bounds_at(NIGHT + 9 * 3600, 1, 4) == (3, 4)
+    with pytest.raises(ValidationError, match="timezone: Mars is unknown"):
+        ScalingConfig(max_replicas=4, timezone="Mars")
+
+
 def test_a_pool_of_a_fixed_size_stays_and_what_waits_counts() -> None:
     serve = service(prefill={"replicas": 2}, decode=SCALED)
     waiting = BUSY | {reports.WAITING_SEQUENCES: (0, 20), reports.WAITING_KV_TOKENS: (0, 4_000)}
@@ -287,6 +305,14 @@ def test_tandem_serve_refuses_what_only_a_serve_configuration_can_start() -> Non
         (
             {"decode.replicas": 2, "prefill.replicas": 2, "role_scaling.max_prefill": 1},
             "role_scaling: prefill.replicas, 2, must lie within min_prefill, 1, and max_prefill, 1",
+        ),
+        (
+            {
+                "decode.replicas": 2,
+                "prefill.replicas": 2,
+                "role_scaling": {"min_prefill": 3, "max_prefill": 2},
+            },
+            "role_scaling.min_prefill: must be at most max_prefill, 2, got 3",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -14,6 +15,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.router.slo import SloClass
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.auth.keys import api_key
 from tandem.tests.router.conftest import Service
@@ -264,6 +266,31 @@ async def test_a_key_in_its_own_header(model: ServedModel) -> None:
         both = {"x-api-key": "ada", "authorization": "Bearer bob"}
         assert (await http.get("/v1/models", headers={"x-api-key": "ada"})).status_code == 200
         assert (await http.get("/v1/models", headers=both)).status_code == 401
+    await servers.stop(0)
+
+
+async def test_a_service_tier_names_an_slo_class(model: ServedModel) -> None:
+    """Anthropic's own names stand for the class of requests that name none."""
+    classes = {"default": SloClass(ttft_ms=9_000), "interactive": SloClass(ttft_ms=500)}
+    source = FakeTokenSource(answer=b"x")
+    servers = await ApiServers.start(GenerationService([replace(model, slo=classes)], source))
+    await servers.set_serving(True)
+    url = f"http://{servers.http_address}"
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="key", max_retries=0) as client:
+        for tier, seconds in (
+            (None, 9.0),
+            ("auto", 9.0),
+            ("standard_only", 9.0),
+            ("interactive", 0.5),
+        ):
+            await ask(client, extra_body={"service_tier": tier})
+            asked = source.requests[-1]
+            assert asked.first_token_due == asked.arrived + seconds, tier
+        with pytest.raises(
+            anthropic.BadRequestError,
+            match="service_tier: must be one of auto, default, interactive",
+        ):
+            await ask(client, extra_body={"service_tier": "priority"})
     await servers.stop(0)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tandem.cluster.serve.storage.runner import BatchRunner
 from tandem.proto.errors import Overloaded
+from tandem.router.api.batches import batches as batches_module
 from tandem.router.api.batches import files as files_module
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
@@ -234,6 +235,10 @@ async def test_wrong_uploads(client: openai.AsyncOpenAI, address: str) -> None:
             ({"purpose": "batch"}, "file"),
             ({"purpose": "batch", "more": "x"}, "more"),
             (
+                {"purpose": "batch", "expires_after[anchor]": "created_at"},
+                "expires_after.seconds",
+            ),
+            (
                 {"purpose": "batch"} | kept | {"expires_after[seconds]": "1"},
                 "expires_after.seconds",
             ),
@@ -319,6 +324,41 @@ async def test_slow_uploads_of_one_tenant_leave_room_for_another(
         assert {answer.status_code for answer in await asyncio.gather(*pending)} == {400}
     assert not files_module._uploads
     assert await upload(clients[0], ["x"])
+
+
+async def test_inputs_that_are_read_at_a_time_are_bounded(
+    clients: Sequence[openai.AsyncOpenAI],
+    service: GenerationService,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on = asyncio.Event()
+    read = service.storage.read_file
+
+    async def slow(*args: Any) -> bytes | None:
+        await goes_on.wait()
+        return await read(*args)
+
+    monkeypatch.setattr(service.storage, "read_file", slow)
+    line = request("a", max_tokens=1)
+    monkeypatch.setattr(batches_module, "_MAX_READ_BYTES_EACH", len(line) + 1)
+    ids = [await upload(client, [line]) for client in clients]
+
+    async def create(number: int) -> Any:
+        return await clients[number].batches.create(
+            input_file_id=ids[number], endpoint="/v1/chat/completions", completion_window="24h"
+        )
+
+    first = asyncio.create_task(create(0))
+    async with asyncio.timeout(WAIT):
+        while not batches_module._reading:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="bytes of input files of this tenant are"):
+            await create(0)
+        second = asyncio.create_task(create(1))  # another tenant has room
+        goes_on.set()
+        await asyncio.gather(first, second)
+    assert not batches_module._reading
+    assert (await create(0)).status == "in_progress"
 
 
 async def test_each_answer_has_the_id_of_its_request(address: str) -> None:

@@ -19,8 +19,10 @@ from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import NO_CAPACITY
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.router.telemetry.prometheus import PrometheusMetrics
 from tandem.router.telemetry.requests import PARTS
 from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
+from tandem.tests.metrics_page import MetricsPage
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
 from tandem.tests.token_request import token_request
@@ -488,8 +490,49 @@ async def test_a_router_follows_all_listed_workers_and_leaves_those_that_have_le
                     await router.update_sessions()
         assert tokens == expected_tokens(range(60), 200, VOCAB)
         await until([0, 0, 0])
+        await router.update_sessions()
+        assert not router._clients, "nothing of a worker that has left stays"
         registry.update([each.info() for each in running.workers])
         await router.update_sessions()
         await until([1, 1, 1])
         tokens, _ = await running.generate(token_request(range(60), 20, name="b"))
         assert tokens == expected_tokens(range(60), 20, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("how", "num_lost"), [("died", 1), ("drained", 0), ("switched", 0), ("left", 0)]
+)
+async def test_a_worker_is_lost_only_while_it_is_listed_and_takes_requests(
+    how: str, num_lost: int
+) -> None:
+    """No request uses the session, which breaks in each case."""
+    worker = FakeWorker()
+
+    def info(epoch: int) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(
+            worker_id="d1", epoch=epoch, role=worker_pb2.ROLE_DECODE, address=worker.address
+        )
+
+    registry = WorkerRegistry()
+    registry.update([info(1)])
+    metrics = PrometheusMetrics("tiny")
+    router = Dispatcher(registry, Unlimited(registry), identity=IDENTITY, metrics=metrics)
+    await worker.server.start()
+    try:
+        async with asyncio.timeout(30):
+            await router.update_sessions()
+            client = router._clients["d1", 1]
+            load = worker_pb2.WorkerLoad(draining=how == "drained", version=1)
+            worker.answers.put_nowait(worker_pb2.SessionResponse(load=load))
+            while not client.heard:
+                await asyncio.sleep(0.001)
+            if how in ("switched", "left"):
+                registry.update([info(2)] if how == "switched" else [])
+            await worker.server.stop(0)
+            while not client.broken:
+                await asyncio.sleep(0.001)
+    finally:
+        await router.close()
+        await worker.server.stop(0)
+    page = MetricsPage(metrics.render().decode())
+    assert page.value("tandem_lost_workers_total") == num_lost

@@ -92,6 +92,7 @@ def test_a_worker_of_the_other_pool_does_all_if_a_pool_is_empty() -> None:
     free = registry.capacity.free()
     assert free is not None
     assert free.sequences == 4
+    assert registry.capacity.largest() == Capacity(sequences=4, kv_tokens=free.kv_tokens)
     registry.capacity.reserve(asked)
     registry.dispatched("p0", asked, len(asked.submit.token_ids), decodes=True)
     assert registry.capacity._reserved == {}
@@ -217,16 +218,16 @@ def test_resumed_requests_spread_over_workers_with_the_same_cached_prefix() -> N
 
 def test_on_reach_is_called_when_a_worker_is_lost_or_found() -> None:
     registry, told = registry_of(1, 2), [0]
-    registry.on_reachability = lambda: told.append(int(registry.can_reach_decode))
-    assert registry.can_reach_decode
-    for worker in ("p0", "d0", "d1"):
+    registry.on_reachability = lambda: told.append(int(registry.can_reach_worker))
+    assert registry.can_reach_worker
+    for worker in ("d0", "d1", "p0"):  # a prefill worker does both while it is alone
         registry.session_lost(worker, 1)
     assert told == [0, 1, 1, 0]
     for _ in range(2):
         report(registry, "d1", epoch=1)
     assert told == [0, 1, 1, 0, 1]
     registry.update([])
-    assert not registry.can_reach_decode
+    assert not registry.can_reach_worker
 
 
 def test_a_cache_is_unknown_without_a_session() -> None:

@@ -164,6 +164,21 @@ async def test_entries_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) ->
     store.check_integrity()
 
 
+async def test_the_oldest_batch_that_has_ended_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can delete a batch, and its record is kept for weeks."""
+    monkeypatch.setattr("tandem.router.storage.batches.MAX_BATCHES", 3)
+    case = make()
+    for number in range(3):
+        assert await case.store.add_batch(*batch(case, f"batch_{number}", "a", 1)) is not None
+    assert await case.store.add_batch(*batch(case, "batch_3", "a", 1)) is None, "all run"
+    for number in (2, 1):
+        await case.store.cancel_batch("a", f"batch_{number}")
+    assert await case.store.add_batch(*batch(case, "batch_3", "a", 1)) is not None
+    listed = await case.store.list_batches("a", Page(limit=9))
+    assert [each.batch_id for each in listed] == ["batch_3", "batch_2", "batch_0"]
+    case.store.check_integrity()
+
+
 async def test_an_entry_ends_after_its_time() -> None:
     case = make(StorageConfig(keep_seconds=100))
     await case.store.keep_response("a", response("r"))
