@@ -257,6 +257,9 @@ async def test_tokens_are_seen_while_a_stream_runs(folder: Path) -> None:
 async def test_a_worker_whose_session_has_broken_is_not_ready(folder: Path) -> None:
     async with fleet(1, 2) as running:
         router = await start(folder, running)
+        async with asyncio.timeout(WAIT):  # a first message would end the loss
+            while not all(each.heard for each in router._dispatcher._clients.values()):
+                await asyncio.sleep(0.01)
         lost = running.workers[-1].info()
         router._registry.session_lost(lost.worker_id, lost.epoch)
         page = await scrape(router.ops_address)
