@@ -28,7 +28,7 @@ from ...router.api.console.feed import without_loads
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.frontend.template import start_for
 from ...router.garbage import collections_paused
-from ...workers.host.threads import go_first
+from ...workers.host.threads import LOAD_NICE, go_first, in_thread
 from ..config import PoolRole, TandemConfig
 from ..scaling.reports import worker_report
 from ..store.adapters import configured_adapters
@@ -125,6 +125,11 @@ class Replica:
             )
 
 
+def _import_torch() -> None:
+    """Imports what a worker needs, which takes seconds."""
+    from ...workers.serve import worker  # noqa: F401
+
+
 class WorkerPool(Replica):
     """Runs one worker of a pool: starts it, keeps it registered in the directory, stops it."""
 
@@ -141,7 +146,9 @@ class WorkerPool(Replica):
     ) -> None:
         """Starts the worker; `environment` is what its other ranks need and do not inherit."""
         with collections_paused():
-            # These import torch, which takes seconds; routers do without.
+            nice = LOAD_NICE if config.device == "cpu" else 0
+            await in_thread(_import_torch, "tandem-import", nice=nice)
+            # These import torch; routers do without.
             from ...workers.serve.worker import Worker
             from ..local.worker import rank_threads, worker_config
 

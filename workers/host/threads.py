@@ -104,6 +104,14 @@ def settle(done: "asyncio.Future[Any]", result: object, error: BaseException | N
         done.set_result(result)
 
 
+LOAD_NICE: Final = 15
+"""Niceness of starting a worker on CPUs, above that of prefill.
+
+A worker mostly starts to replace one that has died, while other workers on the same cores compute
+the prompts and continue the streams of the dead one.
+"""
+
+
 def in_thread(work: Callable[[], T], name: str, *, nice: int = 0) -> "asyncio.Future[T]":
     """Runs `work` in its own daemon thread with `nice` added to its niceness.
 

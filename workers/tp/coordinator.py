@@ -14,17 +14,10 @@ from typing import Final, Self
 
 from ...proto import worker_pb2
 from ..engine.engine import Engine
-from ..host.threads import in_thread
+from ..host.threads import LOAD_NICE, in_thread
 from .process_group import EMPTY_PLAN, TpExecutor, TpGroup
 from .rank import Rank, RankConfig, load_rank
 from .rank_client import RankClient, RankLost
-
-_LOAD_NICE: Final = 10
-"""Niceness of loading on CPUs, equal to the niceness of prefill.
-
-A worker mostly starts to replace one that has died, while other workers on the same cores continue
-the streams of the dead one.
-"""
 
 _HEARTBEAT_SHARE: Final = 0.25
 """Interval of an idle rank 0's empty plans, as a share of the collectives' timeout."""
@@ -72,7 +65,7 @@ class TpCoordinator:
 
     async def _load(self, config: RankConfig) -> Rank:
         if not self.clients:
-            nice = _LOAD_NICE if config.device == "cpu" else 0
+            nice = LOAD_NICE if config.device == "cpu" else 0
             return await in_thread(partial(load_rank, config), "tandem-load", nice=nice)
         group = self._group = TpGroup.listen(
             host=config.host,

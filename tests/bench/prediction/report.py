@@ -10,7 +10,7 @@ from tandem.tests.bench.prediction.cases import FIGURES, Prediction
 
 _ALLOWED: Final = {"p99_ttft_ms": 0.2, "p99_tpot_ms": 0.2}
 _ALLOWED_OTHERS: Final = 0.1
-_PLOTTED: Final = {"ttft": "TTFT, ms", "tpot": "TPOT, ms"}
+_PLOTTED: Final = {"ttft": "mean TTFT, ms", "tpot": "mean TPOT, ms"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +73,11 @@ def _panels(found: Sequence[Comparison]) -> tuple[Panel, ...]:
         for split in splits:
             own = [each for each in found if each.prediction.case.split == split]
             rates = [each.prediction.case.rate for each in own]
-            for statistic in ("mean", "p90"):
-                name = f"{statistic}_{figure}_ms"
-                predicted = [each.prediction.figures[name] for each in own]
-                measured = [each.measured(name) for each in own]
-                series.append(line_of(f"{split}, {statistic}, predicted", rates, predicted))
-                series.append(line_of(f"{split}, {statistic}, measured", rates, measured))
+            name = f"mean_{figure}_ms"
+            predicted = [each.prediction.figures[name] for each in own]
+            measured = [each.measured(name) for each in own]
+            series.append(line_of(f"{split}, predicted", rates, predicted))
+            series.append(line_of(f"{split}, measured", rates, measured))
         panels.append(Panel(x_label="requests/s", y_label=label, series=tuple(series)))
     return tuple(panels)
 
