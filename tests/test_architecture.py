@@ -203,8 +203,8 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.planner.profile": ("cluster.sim", "workers.engine"),
         "cluster.planner": (
-            "cluster: arithmetic bench cli.options config explain local planner.profile serve sim store",
-            "cluster: tables traces",
+            "cluster: arithmetic bench cli.options config explain local planner.profile serve sim",
+            "cluster: store tables traces",
             "router: api api.server client dispatch frontend scheduling",
             "workers: engine host kv_cache serve tp",
             "workers.model: costs device footprint kv",

@@ -66,7 +66,7 @@ class PoolCapacity:
     def largest(self) -> Capacity | None:
         """Returns the most sequences and KV tokens of an empty decode worker; None without workers.
 
-        Without a decode worker, those of a prefill worker, which then does both.
+        Without a decode worker, counts prefill workers, which then do both.
         """
         return self.pool(_DECODE).largest() or self.pool(_PREFILL).largest()
 

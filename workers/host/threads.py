@@ -105,7 +105,7 @@ def settle(done: "asyncio.Future[Any]", result: object, error: BaseException | N
 
 
 LOAD_NICE: Final = 15
-"""Niceness of starting a worker on CPUs, above that of prefill.
+"""Niceness of starting a worker on CPUs, higher than in prefill.
 
 A worker mostly starts to replace one that has died, while other workers on the same cores compute
 the prompts and continue the streams of the dead one.

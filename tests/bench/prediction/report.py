@@ -15,7 +15,7 @@ _PLOTTED: Final = {"ttft": "mean TTFT, ms", "tpot": "mean TPOT, ms"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Holds the predicted figures of a case, and those of each measured round."""
+    """Holds the figures of a case: predicted, and measured in each round."""
 
     prediction: Prediction
     rounds: Sequence[Mapping[str, float]]
