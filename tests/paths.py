@@ -57,7 +57,7 @@ workers.engine.update:append_tokens
 workers.serve.request_manager:RequestManager.deliver < Engine.step ~ events
 workers.serve.session:RouterSession.put_tokens
 workers.serve.session:RouterSession.take ~ _outputs
-workers.serve.request_manager:RequestManager.serve
+workers.serve.request_manager:RequestManager._serve
 router.dispatch.worker_client:WorkerClient._receive ~ SessionResponse
 router.dispatch.worker_client:WorkerStream.put
 router.dispatch.worker_client:WorkerStream.take ~ _outputs

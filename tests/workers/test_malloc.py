@@ -33,5 +33,5 @@ def test_tensors_lie_in_huge_pages_and_keep_their_numbers() -> None:
 
 
 def test_tensors_without_memory_of_their_own_are_left_alone() -> None:
-    packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(64, 64).bfloat16())
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(64, 64))
     use_huge_pages([torch.empty(8, device="meta"), packed, torch.empty(0)])
