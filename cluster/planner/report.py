@@ -99,7 +99,7 @@ def use_lines(outcome: RateResult) -> list[str]:
 
 
 def fault_line(outcome: RateResult, undisturbed: RateResult, num_faults: int) -> str:
-    """Returns what deaths of workers cost, as a line."""
+    """Compares the outcome with deaths of workers and without them, in a line."""
     kills = "1 worker dies" if num_faults == 1 else f"{num_faults} workers die"
     return f"faults: {kills}: {_short(outcome)}; without faults {_short(undisturbed)}"
 
