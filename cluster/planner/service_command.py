@@ -1,6 +1,6 @@
 """`tandem plan service`: finds the workers that meet an objective, on the simulator.
 
-Starts no service, and imports no Ray.
+Starts a service only to measure this machine (`--measure`).
 """
 
 import json
