@@ -204,8 +204,8 @@ ARROWS: dict[str, set[str]] = {
         "cluster.planner.profile": ("cluster.sim", "workers.engine"),
         "cluster.planner": (
             "cluster: arithmetic bench cli.options config explain local planner.profile serve sim",
-            "cluster: store tables traces",
-            "router: api api.server client dispatch frontend scheduling",
+            "cluster: scaling.config stop_signals store tables traces",
+            "router: client",
             "workers: engine host kv_cache serve tp",
             "workers.model: costs device footprint kv",
         ),

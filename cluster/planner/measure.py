@@ -25,6 +25,7 @@ from ..config import PoolRole, TandemConfig
 from ..serve.environment import prepare_ray_environment
 from ..serve.ports import listening_children
 from ..sim.cost import StepSample
+from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder
 from .process import Answer, MeasuredProcess, ProcessSpec, run_process
 from .profile import Profile, ProfiledBudgets, RouterProfile, TransferProfile, WorkerProfile
@@ -50,13 +51,17 @@ def measure_profile(
 
     `workers` are numbers of workers that share this machine. `context_tokens` is the length of the
     longest sequence to measure. `report` gets a line before each part. Raises InvalidArgument on a
-    Ray cluster, whose nodes are other machines.
+    Ray cluster, whose nodes are other machines, and KeyboardInterrupt at SIGINT and SIGTERM, after
+    all processes have ended.
     """
     if seconds < LEAST_SECONDS:
         raise InvalidArgument(f"must be at least {LEAST_SECONDS:g}, got {seconds:g}", "--seconds")
     if prepare_ray_environment(None) is not None:
         raise InvalidArgument("this machine is measured; unset RAY_ADDRESS", "address")
-    return _Measurement(config, folder, context_tokens, report).run(workers, seconds / len(workers))
+    measurement = _Measurement(config, folder, context_tokens, report)
+    with stopped_by_signals():
+        return measurement.run(workers, seconds / len(workers))
+    raise KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,31 @@ def use_lines(outcome: RateResult) -> list[str]:
     return lines
 
 
+def fault_line(outcome: RateResult, undisturbed: RateResult, num_faults: int) -> str:
+    """Compares the outcome with deaths of workers and without them, in a line."""
+    kills = "1 worker dies" if num_faults == 1 else f"{num_faults} workers die"
+    return f"faults: {kills}: {_short(outcome)}; without faults {_short(undisturbed)}"
+
+
+def autoscaling_line(outcome: RateResult, mean: Mapping[PoolRole, float], fixed: int) -> str:
+    """Returns the outcome of autoscaling, as a line; `fixed`: the workers without it."""
+    workers = ", ".join(f"{number:.2f} {role}" for role, number in sorted(mean.items()))
+    saved = 1 - sum(mean.values()) / fixed
+    return (
+        f"autoscaled: {_short(outcome)}; on average {workers} worker(s), {saved:.0%} fewer "
+        f"worker hours than {fixed}"
+    )
+
+
+def _short(outcome: RateResult) -> str:
+    if outcome.is_saturated:
+        return SATURATED
+    figures = outcome.result.summary().figures
+    tpot = figures.get("p99_tpot_ms")
+    times = "" if tpot is None else f", TPOT p99 {tpot:,.0f} ms"
+    return f"attainment {outcome.attainment:.1%}{times}"
+
+
 def sensitivity_table(results: Mapping[str, RateResult]) -> Table:
     """Returns a table with a line for each change of the workload or the costs."""
     numbers = ["attainment", *_FIGURES, "tokens/s"]
@@ -114,6 +139,7 @@ def plan_json(
     *,
     source: str,
     sentence: str,
+    autoscaling: RateResult | None = None,
 ) -> dict[str, Any]:
     """Returns the plan as a JSON object, with the timeline of each request of the chosen split."""
     requests = chosen.at_rate.result.requests if chosen and chosen.at_rate else ()
@@ -132,6 +158,9 @@ def plan_json(
             for plan in plans
         ],
         "sensitivity": {name: _result_json(each) for name, each in sensitivity.items()},
+        "autoscaled": None
+        if autoscaling is None
+        else {**_result_json(autoscaling), "sizes": dict(autoscaling.result.sizes)},
         "requests": [
             {
                 "start_seconds": each.record.started,

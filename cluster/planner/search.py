@@ -13,6 +13,7 @@ from ..sim.cost import ServiceCosts, StepWork
 from ..sim.result import SimulationResult
 from ..sim.service import SimulatedService
 from ..sim.simulate import simulate
+from .changes import Change
 from .site import Site, Split, check_measured
 from .workload import Objective, PlannedWorkload
 
@@ -67,13 +68,15 @@ class Planner:
         objective: Objective,
         *,
         seed: int = 0,
+        change: Change = lambda service, workload: service,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`report` gets a line before each split."""
+        """`change`: of every simulated service; `report` gets a line before each split."""
         self.site = site
         self.workload = workload
         self.objective = objective
         self._seed = seed
+        self._change = change
         self._report = report
         self._services: dict[Split, tuple[SimulatedService, ServiceCosts]] = {}
 
@@ -132,15 +135,20 @@ class Planner:
         *,
         lengths: float = 1.0,
         step_time: float = 1.0,
+        change: Change | None = None,
     ) -> RateResult:
-        """Simulates a split at a rate; the factors change all lengths and the time of steps."""
+        """Simulates a split at a rate; the factors change all lengths and the time of steps.
+
+        `change`: in place of the usual one.
+        """
         service, costs = self._service(split)
         workload = self.workload.at_rate(rate)
         if lengths != 1.0:
             workload = workload.with_lengths(lengths)
         if step_time != 1.0:
             costs = costs.scaled(step_time)
-        result = simulate(service, workload.requests, costs, self._seed)
+        changed = (change or self._change)(service, workload)
+        result = simulate(changed, workload.requests, costs, self._seed)
         figures = result.summary(self.objective.limits).figures
         alone = request_seconds(costs, service, workload)
         arrivals = workload.requests[-1].time

@@ -1,6 +1,6 @@
 """`tandem plan service`: finds the workers that meet an objective, on the simulator.
 
-Starts no service, and imports no Ray.
+Starts a service only to measure this machine (`--measure`).
 """
 
 import json
@@ -18,12 +18,16 @@ from ..bench.options import parse_slo
 from ..cli.options import check_choice
 from ..config import TandemConfig, load_config
 from ..explain.cost import read_model_config
+from ..sim.service import SimulatedService
 from ..tables import table_console
 from ..traces.prompts import describe_trace
 from ..traces.read import TraceScale, parse_scale, read_trace
+from .changes import Change, autoscaled, mean_workers, parse_faults, with_faults
 from .profile import Profile, read_profile
 from .report import (
+    autoscaling_line,
     draw_rates,
+    fault_line,
     plan_json,
     sensitivity_table,
     split_table,
@@ -71,6 +75,19 @@ def service_command(
     device: Annotated[
         str | None, typer.Option(help=f"Arithmetic for a device: {', '.join(DEVICES)}.")
     ] = None,
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            help="Workers that die, such as 'kill decode every 60s, kill prefill at 30s'."
+        ),
+    ] = None,
+    restart: Annotated[
+        float, typer.Option(help="Seconds in which a worker starts.", min=0.0, max=86_400.0)
+    ] = 30.0,
+    autoscale: Annotated[
+        bool,
+        typer.Option("--autoscale", help="Also simulate the workers as an autoscaled maximum."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.", min=0)] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="A file for a PNG.")] = None,
@@ -94,8 +111,14 @@ def service_command(
     workload = _workload(rate, input_len, output_len, trace, length_scale, speed, requests, seed)
     site, most, tps, config = _site(model, profile, measure, device, devices, tp, workload)
     console = table_console()
+    disturb = with_faults(parse_faults(faults), restart) if faults else _unchanged
     planner = Planner(
-        site, workload, objective, seed=seed, report=lambda line: typer.echo(line, err=True)
+        site,
+        workload,
+        objective,
+        seed=seed,
+        change=disturb,
+        report=lambda line: typer.echo(line, err=True),
     )
     plans = planner.search(list_splits(most, tps))
     if not plans:
@@ -107,13 +130,25 @@ def service_command(
     typer.echo(describe_trace(workload.requests))
     console.print(split_table(plans, workload.rate))
     sensitivity: dict[str, RateResult] = {}
+    scaled: RateResult | None = None
     if chosen is not None and chosen.at_rate is not None:
         for line in use_lines(chosen.at_rate):
             typer.echo(line)
+        if faults:
+            _echo_faults(planner, chosen, chosen.at_rate)
+        if autoscale:
+            scaled = _autoscale(planner, chosen, autoscaled(restart))
         sensitivity = _sensitivity(planner, chosen)
         console.print(sensitivity_table(sensitivity))
     if json_file is not None:
-        found = plan_json(plans, chosen, sensitivity, source=site.description, sentence=sentence)
+        found = plan_json(
+            plans,
+            chosen,
+            sensitivity,
+            source=site.description,
+            sentence=sentence,
+            autoscaling=scaled,
+        )
         json_file.write_text(json.dumps(found, indent=1) + "\n")
     if plot is not None:
         draw_rates(_curves(planner, plans, chosen), objective, plot)
@@ -203,6 +238,29 @@ def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
         context_tokens=workload.longest,
         report=lambda line: typer.echo(line, err=True),
     )
+
+
+def _unchanged(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+    return service
+
+
+def _echo_faults(planner: Planner, chosen: SplitPlan, disturbed: RateResult) -> None:
+    """Prints what the faults cost at the workload's rate."""
+    undisturbed = planner.run(chosen.split, disturbed.rate, change=_unchanged)
+    num_faults = sum(
+        each.ended is not None and each.ended < disturbed.result.seconds
+        for each in disturbed.result.workers
+    )
+    typer.echo(fault_line(disturbed, undisturbed, num_faults))
+
+
+def _autoscale(planner: Planner, chosen: SplitPlan, change: Change) -> RateResult:
+    """Simulates the chosen workers as the maximum of autoscaled pools; prints the outcome."""
+    found = planner.run(chosen.split, planner.workload.rate, change=change)
+    mean = mean_workers(found.result)
+    fixed = chosen.split.prefill + chosen.split.decode
+    typer.echo(autoscaling_line(found, mean, fixed))
+    return found
 
 
 def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
 from tandem.cluster.config import load_config
+from tandem.cluster.planner.changes import parse_faults, with_faults
 from tandem.cluster.planner.profile import read_profile
 from tandem.cluster.planner.report import verdict
 from tandem.cluster.planner.search import (
@@ -107,6 +108,36 @@ def test_the_cheapest_split_that_meets_the_objective_is_chosen() -> None:
     assert "at any rate" in verdict([plan_of(0, 1, 0.0, None)], None, 2.0, OBJECTIVE)
 
 
+def test_workers_that_die_and_autoscaling_are_simulated(profile_file: Path, tmp_path: Path) -> None:
+    found = tmp_path / "plan.json"
+    text = run(
+        *SLO,
+        *("--input-len", "128", "--output-len", "8", "--requests", "60", "--rate", "2"),
+        *("--profile", str(profile_file), "--devices", "2", "--json", str(found)),
+        *("--faults", "kill decode every 9s", "--restart", "2", "--autoscale"),
+    )
+    (faults,) = (line for line in text.splitlines() if line.startswith("faults: "))
+    assert faults.startswith("faults: 3 workers die: attainment ")
+    assert "; without faults attainment 100.0%" in faults
+    (scaled,) = (line for line in text.splitlines() if line.startswith("autoscaled: "))
+    assert "fewer worker hours than 2" in scaled
+    sizes = json.loads(found.read_text())["autoscaled"]["sizes"]
+    assert all(1 <= number <= 2 for _, number in sizes["decode"][:-1])
+
+
+def test_faults_are_repeated_until_the_last_request() -> None:
+    (every, once) = parse_faults("kill decode every 10s,  kill prefill at 25s")
+    assert (every.role, every.times(35.0)) == ("decode", [10.0, 20.0, 30.0])
+    assert (once.role, once.times(35.0), once.times(20.0)) == ("prefill", [25.0], [])
+    service, _ = MeasuredSite(make_profile(1)).service(Split(0, 1))
+    workload = PlannedWorkload.poisson(1.0, 16, 2, 26, seed=0)
+    changed = with_faults([every, once], 5.0)(service, workload)
+    assert [(each.role, each.time) for each in changed.faults] == [
+        ("decode", 10.0),
+        ("decode", 20.0),
+    ]
+
+
 @pytest.mark.parametrize("prefill", [0, 1])
 def test_no_simulation_exceeds_the_arithmetic_bound(prefill: int) -> None:
     """At twice the bound the service is saturated, and its requests end at the bound's rate at
@@ -166,6 +197,8 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
         ((*SLO, "--profile", "x.json"), "give --rate"),
         ((*SLO, *WORKLOAD), "give one of --profile, --measure and --device"),
         ((*SLO, *WORKLOAD, "--device", "h101"), "--device"),
+        ((*SLO, *WORKLOAD, "--device", "h100", "--faults", "kill router at 3s"), "--faults: must"),
+        ((*SLO, *WORKLOAD, "--device", "h100", "--faults", "kill decode every 0s"), "at least 1s"),
         ((*SLO, *WORKLOAD, "--device", "h100", "--tp", "0"), "--tp: must be numbers"),
         ((*SLO, *WORKLOAD, "--attainment", "1.5", "--device", "h100"), "--attainment"),
     ],
