@@ -106,8 +106,8 @@ def test_beside_others(
     driver = Driver(runner)
     prompts = [prompt(num_tokens, seed=7) for num_tokens in (1, 16, 77, 130)]
     expected = [reference_logits(model, ids) for ids in prompts]
-    # One token of Qwen3.5 differs from float64 by 1.5e-4 in transformers, and by 4e-5 here. With one
-    # thread and without AVX-512, one token of Granite's hybrid differs from transformers by 1.2e-4.
+    # One token of Qwen3.5 differs from float64 by 1.5e-4 in transformers, and by 4e-5 here. Without
+    # AVX-512, one token of Granite's hybrid differs from one thread of transformers by 1.2e-4.
     is_less_exact = type(model).__name__.startswith(("Qwen3_5", "GraniteMoeHybrid"))
     tolerance = 2 * TOLERANCE if is_less_exact else TOLERANCE
     with recorded_logits(monkeypatch) as logits:
