@@ -292,14 +292,13 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
     given_up = threading.Event()
 
     def delete() -> None:
-        if is_replaced(config.name, application):
-            answered.set()
+        replaced = is_replaced(config.name, application)
+        answered.set()
+        if replaced:
             return
         begin_delete(application)
         while not given_up.is_set() and application in serve.status().applications:
-            answered.set()
             given_up.wait(_DELETE_CHECK_SECONDS)
-        answered.set()
         if not given_up.is_set() and not applications_of(config.name):
             close_directory(config.name)  # no heartbeat opens it again now
 
