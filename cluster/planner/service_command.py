@@ -35,7 +35,7 @@ from .report import (
     verdict,
 )
 from .search import Planner, RateResult, SplitPlan, best_knee, choose, list_splits, other_kind
-from .site import MEMORY_GB, ArithmeticSite, MeasuredSite, Site
+from .site import ArithmeticSite, MeasuredSite, Site
 from .workload import Objective, PlannedWorkload
 
 _MAX_REQUESTS: Final = 1_000_000
@@ -202,7 +202,6 @@ def _site(
             cost=make_cost(read_model_config(model), config.dtype, device_type="cuda"),
             name=device,
             device=DEVICES[device],
-            memory_gb=MEMORY_GB[device],
         )
         return site, devices or 8, tps, config
     if profile is not None:
