@@ -155,6 +155,10 @@ class ArithmeticSite:
     def num_devices(self, split: Split) -> int:
         return split.num_ranks
 
+    def holds_weights(self, tp: int) -> bool:
+        """Returns True if the memory of `tp` devices has room for more than the weights."""
+        return self._memory_for_cache(tp) > 0
+
     @property
     def description(self) -> str:
         return (
@@ -188,18 +192,21 @@ class ArithmeticSite:
 
     def _num_blocks(self, tp: int, block_size: int, max_sequences: int) -> int:
         """Returns the KV blocks of a rank. Raises InvalidArgument if the weights do not fit."""
-        pool = self.config.decode
-        memory_gb = self.device.memory_gb
-        total = memory_budget(memory_gb * 10**9, 1.0, pool.gpu_memory_utilization)
-        rest = total - self.cost.sizes.weight_bytes // tp
+        rest = self._memory_for_cache(tp)
         if rest <= 0:
             raise InvalidArgument(
-                f"{tp} x {memory_gb} GB do not hold the weights, "
+                f"{tp} x {self.device.memory_gb} GB do not hold the weights, "
                 f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB; raise it",
                 "--tp",
             )
         cache = CacheBytes.of(self.cost.layout, tp, block_size=block_size)
         return cache.split(rest, state_slots=None, max_sequences=max_sequences, least=1).num_blocks
+
+    def _memory_for_cache(self, tp: int) -> int:
+        """Returns the bytes of a rank's device besides its weights; below 0 if they do not fit."""
+        utilization = self.config.decode.gpu_memory_utilization
+        total = memory_budget(self.device.memory_gb * 10**9, 1.0, utilization)
+        return total - self.cost.sizes.weight_bytes // tp
 
 
 def check_measured(
