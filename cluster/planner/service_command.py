@@ -108,10 +108,10 @@ def service_command(
     _check_share("--attainment", attainment)
     if not 10 <= requests <= _MAX_REQUESTS:
         raise InvalidArgument(f"must be from 10 to {_MAX_REQUESTS}", "--requests")
+    disturb = with_faults(parse_faults(faults), restart) if faults else _unchanged
     workload = _workload(rate, input_len, output_len, trace, length_scale, speed, requests, seed)
     site, most, tps, config = _site(model, profile, measure, device, devices, tp, workload)
     console = table_console()
-    disturb = with_faults(parse_faults(faults), restart) if faults else _unchanged
     planner = Planner(
         site,
         workload,
