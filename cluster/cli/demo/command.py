@@ -61,7 +61,7 @@ def demo(
     ] = MODEL,
     tokens: Annotated[
         int, typer.Option(min=24, max=2_000, help="Tokens of each stream, with --kill.")
-    ] = 240,
+    ] = 200,
 ) -> None:
     """Serve a small model on this machine, show it at work, and stop it.
 
