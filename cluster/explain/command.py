@@ -154,9 +154,11 @@ def _watts(service: ServiceAccess) -> dict[str, float]:
 
 def _arithmetic(name: str, dtype: str, device: str | None) -> tuple[InferenceCost, Roofline]:
     """Returns the arithmetic of a model and the limits of a device; None: of this machine."""
+    config = read_model_config(name)
+    cost = make_cost(config, dtype)
+    if device is not None:
+        return cost, DEVICES[device].roofline
     # With torch, which takes a second.
     from .machine import measure_machine
 
-    config = read_model_config(name)
-    limits = DEVICES[device] if device else measure_machine(config, dtype, _MEASURED_ROWS)
-    return make_cost(config, dtype), limits
+    return cost, measure_machine(config, dtype, _MEASURED_ROWS)

@@ -129,10 +129,10 @@ def _devices(
     if (bandwidth is None) != (rate is None):
         missing = "--rate" if rate is None else "--bandwidth"
         raise InvalidArgument("must be set, because --bandwidth and --rate go together", missing)
-    found = {name: DEVICES[name] for name in names or ()}
+    found = {name: DEVICES[name].roofline for name in names or ()}
     if bandwidth is not None and rate is not None:
         for option, value in (("--bandwidth", bandwidth), ("--rate", rate)):
             if not 0 < value <= 1e9:
                 raise InvalidArgument("must be above 0 and at most 1e9", option)
         found["given"] = Roofline(bytes_per_s=bandwidth * 1e9, flops_per_s=rate * 1e12)
-    return found or dict(DEVICES)
+    return found or {name: each.roofline for name, each in DEVICES.items()}

@@ -1,7 +1,7 @@
 """Changes a planned service: workers that die, and pools that follow the load."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,6 +18,10 @@ Change = Callable[[SimulatedService, PlannedWorkload], SimulatedService]
 _OPTION: Final = "--faults"
 _RULE: Final = re.compile(r"kill (prefill|decode) (every|at) (\d+(?:\.\d+)?)s")
 _LEAST_SECONDS: Final = 1.0
+_MOST_SECONDS: Final = 86_400.0
+_DEATHS: Final = 2  # of a repeated rule, in each simulation at least
+_MOST_TPOT_SECONDS: Final = 60.0  # of `ScalingConfig.tpot_seconds`; a higher limit is none
+_LEAST_TPOT_SECONDS: Final = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,13 @@ class FaultRule:
         return [self.seconds * (number + 1) for number in range(count)]
 
 
-def parse_faults(text: str) -> list[FaultRule]:
-    """Parses rules with commas, such as `kill decode every 60s, kill prefill at 30s`.
+def parse_faults(texts: Iterable[str]) -> list[FaultRule]:
+    """Parses rules, such as `kill decode every 60s`; a text may have several, with commas.
 
     Raises InvalidArgument.
     """
     found: list[FaultRule] = []
-    for part in text.split(","):
+    for part in (part for text in texts for part in text.split(",")):
         match = _RULE.fullmatch(" ".join(part.split()))
         if match is None:
             raise InvalidArgument(
@@ -48,11 +52,41 @@ def parse_faults(text: str) -> list[FaultRule]:
                 _OPTION,
             )
         seconds = float(match[3])
-        if seconds < _LEAST_SECONDS:
-            raise InvalidArgument(f"must be at least {_LEAST_SECONDS:g}s, got {match[3]}s", _OPTION)
+        if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            raise InvalidArgument(
+                f"must have a time from {_LEAST_SECONDS:g}s to {_MOST_SECONDS:g}s, got {part!r}",
+                _OPTION,
+            )
         role: PoolRole = "prefill" if match[1] == "prefill" else "decode"
         found.append(FaultRule(role, seconds, match[2] == "every"))
     return found
+
+
+def least_seconds(rules: Iterable[FaultRule], start_seconds: float) -> float:
+    """Returns for how long requests must arrive, so that workers die and start again meanwhile."""
+    return max(
+        (
+            (_DEATHS if each.repeats else 1) * each.seconds + min(start_seconds, each.seconds)
+            for each in rules
+        ),
+        default=0.0,
+    )
+
+
+def unchanged(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+    """Returns the same service."""
+    return service
+
+
+def chain(*changes: Change) -> Change:
+    """Returns the change that makes some changes one after another."""
+
+    def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+        for each in changes:
+            service = each(service, workload)
+        return service
+
+    return change
 
 
 def with_faults(rules: Sequence[FaultRule], start_seconds: float) -> Change:
@@ -71,28 +105,38 @@ def with_faults(rules: Sequence[FaultRule], start_seconds: float) -> Change:
     return change
 
 
-def autoscaled(start_seconds: float) -> Change:
-    """Returns the change by which each pool begins with a worker, and grows to its usual size."""
+def autoscaled(start_seconds: float, tpot_ms: float | None = None) -> Change:
+    """Returns the change by which each pool begins with a worker, and grows to its usual size.
 
-    def scaled(pool: SimulatedPool) -> SimulatedPool:
-        scaling = ScalingConfig(max_replicas=pool.workers)
+    `tpot_ms`: the objective, which becomes the target of the decode pool.
+    """
+    tpot_seconds = None if tpot_ms is None else max(tpot_ms / 1000, _LEAST_TPOT_SECONDS)
+    if tpot_seconds is not None and tpot_seconds > _MOST_TPOT_SECONDS:
+        tpot_seconds = None
+
+    def scaled(pool: SimulatedPool, tpot_seconds: float | None) -> SimulatedPool:
+        scaling = ScalingConfig(max_replicas=pool.workers, tpot_seconds=tpot_seconds)
         return replace(pool, workers=1, scaling=scaling, start_seconds=start_seconds)
 
     def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
         prefill = service.prefill
         return replace(
             service,
-            decode=scaled(service.decode),
-            prefill=scaled(prefill) if prefill is not None and prefill.workers else None,
+            decode=scaled(service.decode, tpot_seconds),
+            prefill=scaled(prefill, None) if prefill is not None and prefill.workers else None,
         )
 
     return change
 
 
-def mean_workers(result: SimulationResult) -> dict[PoolRole, float]:
-    """Returns the mean number of workers of each role over the whole simulation."""
+def mean_workers(result: SimulationResult, start_seconds: float) -> dict[PoolRole, float]:
+    """Returns the mean number of workers of each role over the whole simulation.
+
+    A worker counts from `start_seconds` before it is ready: it has its device while it starts.
+    """
     found: dict[PoolRole, float] = {}
     for each in result.workers:
-        seconds = (result.seconds if each.ended is None else each.ended) - each.started
-        found[each.role] = found.get(each.role, 0.0) + seconds / result.seconds
+        begin = max(each.started - start_seconds, 0.0)
+        end = result.seconds if each.ended is None else min(each.ended, result.seconds)
+        found[each.role] = found.get(each.role, 0.0) + max(end - begin, 0.0) / result.seconds
     return found

@@ -58,7 +58,7 @@ def list_scenarios(
 ) -> list[Scenario]:
     """Returns the grid for a worker, the scenarios of the shortest contexts first.
 
-    The longest context is that of a sequence of `context_tokens`. A scenario takes at most most of
+    The longest context belongs to a sequence of `context_tokens`. A scenario takes at most most of
     `capacity_tokens`.
     """
     longest = max(context_tokens - _MAX_OUTPUT - budgets.chunk_tokens, _SHORT)

@@ -1,6 +1,7 @@
 """Reports a plan: a verdict, tables, JSON and a plot."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from ...proto.errors import InvalidArgument
 from ..config import PoolRole
 from ..tables import make_table
 from .search import RateResult, SplitPlan, best_knee, other_kind
+from .site import Split
 from .workload import Objective
 
 SATURATED: Final = "saturated"
@@ -21,6 +23,20 @@ _FIGURES: Final = {
     "TPOT p50": "p50_tpot_ms",
     "p99 ": "p99_tpot_ms",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscaling:
+    """Holds the outcome of workers that are the maximum of autoscaled pools."""
+
+    outcome: RateResult
+    mean_workers: Mapping[PoolRole, float]
+    num_fixed: int  # the workers without autoscaling
+
+    @property
+    def saved_share(self) -> float:
+        """Returns the share of the worker hours that autoscaling saves."""
+        return 1 - sum(self.mean_workers.values()) / self.num_fixed
 
 
 def verdict(
@@ -98,19 +114,27 @@ def use_lines(outcome: RateResult) -> list[str]:
     return lines
 
 
-def fault_line(outcome: RateResult, undisturbed: RateResult, num_faults: int) -> str:
-    """Compares the outcome with deaths of workers and without them, in a line."""
+def fault_line(split: Split, outcome: RateResult, undisturbed: RateResult, num_faults: int) -> str:
+    """Compares the outcome of a split with deaths of workers and without them, in a line."""
+    if not num_faults:
+        return f"faults: no worker of {split} has a role that dies"
     kills = "1 worker dies" if num_faults == 1 else f"{num_faults} workers die"
-    return f"faults: {kills}: {_short(outcome)}; without faults {_short(undisturbed)}"
-
-
-def autoscaling_line(outcome: RateResult, mean: Mapping[PoolRole, float], fixed: int) -> str:
-    """Returns the outcome of autoscaling, as a line; `fixed`: the workers without it."""
-    workers = ", ".join(f"{number:.2f} {role}" for role, number in sorted(mean.items()))
-    saved = 1 - sum(mean.values()) / fixed
     return (
-        f"autoscaled: {_short(outcome)}; on average {workers} worker(s), {saved:.0%} fewer "
-        f"worker hours than {fixed}"
+        f"faults: {kills} in {outcome.result.seconds:,.0f} s of {split}: {_short(outcome)}; "
+        f"without faults {_short(undisturbed)}"
+    )
+
+
+def autoscaling_line(found: Autoscaling) -> str:
+    """Returns the outcome of autoscaling, as a line."""
+    mean = sorted(found.mean_workers.items())
+    workers = ", ".join(f"{number:.2f} {role}" for role, number in mean)
+    saved = round(found.saved_share, 2)
+    change = "fewer" if saved >= 0 else "more"
+    return (
+        f"autoscaled: {_short(found.outcome)}; on average {workers} workers in "
+        f"{found.outcome.result.seconds:,.0f} s, {abs(saved):.0%} {change} worker hours than "
+        f"{found.num_fixed}"
     )
 
 
@@ -139,7 +163,7 @@ def plan_json(
     *,
     source: str,
     sentence: str,
-    autoscaling: RateResult | None = None,
+    autoscaling: Autoscaling | None = None,
 ) -> dict[str, Any]:
     """Returns the plan as a JSON object, with the timeline of each request of the chosen split."""
     requests = chosen.at_rate.result.requests if chosen and chosen.at_rate else ()
@@ -158,9 +182,7 @@ def plan_json(
             for plan in plans
         ],
         "sensitivity": {name: _result_json(each) for name, each in sensitivity.items()},
-        "autoscaled": None
-        if autoscaling is None
-        else {**_result_json(autoscaling), "sizes": dict(autoscaling.result.sizes)},
+        "autoscaled": None if autoscaling is None else _autoscaling_json(autoscaling),
         "requests": [
             {
                 "start_seconds": each.record.started,
@@ -169,6 +191,15 @@ def plan_json(
             }
             for each in requests
         ],
+    }
+
+
+def _autoscaling_json(found: Autoscaling) -> dict[str, Any]:
+    return {
+        **_result_json(found.outcome),
+        "mean_workers": dict(found.mean_workers),
+        "saved_share": found.saved_share,
+        "sizes": dict(found.outcome.result.sizes),
     }
 
 

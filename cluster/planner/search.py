@@ -1,11 +1,11 @@
 """Finds the split of a service's workers that meets an objective at a rate, on the simulator.
 
 For each split, arithmetic gives a bound on the rate. A binary search below it finds the knee: the
-highest rate at which the objective is met.
+highest rate at which the objective is met. Splits that cannot be the best are not searched.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
@@ -13,7 +13,7 @@ from ..sim.cost import ServiceCosts, StepWork
 from ..sim.result import SimulationResult
 from ..sim.service import SimulatedService
 from ..sim.simulate import simulate
-from .changes import Change
+from .changes import Change, unchanged
 from .site import Site, Split, check_measured
 from .workload import Objective, PlannedWorkload
 
@@ -25,6 +25,14 @@ _DRAIN_SECONDS: Final = 1.0
 """A service is saturated if it ends later than one request that arrives last, by this share of the
 time of the arrivals and by these seconds.
 """
+
+_MOST_KEPT: Final = 100_000
+"""The most simulated requests whose results are kept for a simulation that comes again."""
+
+_MOST_WORKERS: Final = 256  # of a pool, as in the configuration of a service
+
+_Run = tuple[Split, float, float, float, Change | None]
+"""The arguments of a simulation: split, rate, factors of lengths and of step time, and change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,8 @@ class SplitPlan:
     num_devices: int
     bound: float  # requests/s that no service of this split can exceed
     # Requests/s at which the objective is still met; 0: it is met at no rate. None: not searched,
-    # because the bound is below the given rate.
+    # because fewer devices meet the objective, or because it is not above the knee of another split
+    # of its kind.
     knee: float | None
     at_rate: RateResult | None  # at the given rate; None: the arithmetic bound is below it
 
@@ -68,65 +77,43 @@ class Planner:
         objective: Objective,
         *,
         seed: int = 0,
-        change: Change = lambda service, workload: service,
+        change: Change = unchanged,
+        least_seconds: float = 0.0,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`change`: of every simulated service; `report` gets a line before each split."""
+        """`change`: of every simulated service; `report` gets a line before each search.
+
+        Requests are repeated until they arrive for `least_seconds`, at any rate.
+        """
         self.site = site
         self.workload = workload
         self.objective = objective
         self._seed = seed
         self._change = change
+        self._least_seconds = least_seconds
         self._report = report
         self._services: dict[Split, tuple[SimulatedService, ServiceCosts]] = {}
+        self._results: dict[_Run, RateResult] = {}  # the oldest first
 
     def search(self, splits: Iterable[Split]) -> list[SplitPlan]:
         """Returns the plans of the splits, those with the fewest devices first.
 
         Ends with the number of devices at which a split meets the objective: more devices would do
-        so as well. Raises InvalidArgument for a split that cannot be simulated.
+        so as well. Searches the knees of these splits; if no split meets it, those of all splits.
+        Raises InvalidArgument for a split that cannot be simulated.
         """
         ordered = sorted(splits, key=self.site.num_devices)
         found: list[SplitPlan] = []
-        for num_devices, group in groupby(ordered, key=self.site.num_devices):
-            is_last = num_devices == self.site.num_devices(ordered[-1])
-            found += [self.plan(split, needs_knee=is_last) for split in group]
-            if any(each.meets(self.objective) for each in found):
-                break
-        return found
+        for _, group in groupby(ordered, key=self.site.num_devices):
+            plans = [self._at_given_rate(split) for split in group]
+            if any(each.meets(self.objective) for each in plans):
+                return [*found, *self._with_knees(plans)]
+            found += plans
+        return self._with_knees(found)
 
-    def plan(self, split: Split, *, needs_knee: bool = True) -> SplitPlan:
-        """Returns the knee of a split, and its result at the workload's rate.
-
-        Without `needs_knee`, simulates nothing if the arithmetic bound is below that rate.
-        """
-        service, costs = self._service(split)
-        check_measured(split, service, costs, self.workload)
-        bound = rate_bound(service, costs, self.workload)
-        rate = self.workload.rate
-        num_devices = self.site.num_devices(split)
-        if bound <= rate and not needs_knee:
-            return SplitPlan(
-                split=split, num_devices=num_devices, bound=bound, knee=None, at_rate=None
-            )
-        self._report(f"simulating {split}")
-        at_rate = self.run(split, rate) if rate < bound else None
-        low, high = 0.0, bound
-        if at_rate is not None and self._is_met(at_rate):
-            low = rate
-        elif at_rate is not None:
-            high = rate
-        while high - low > _PRECISION * high:
-            middle = (low + high) / 2
-            if self._is_met(self.run(split, middle)):
-                low = middle
-            elif middle < _PRECISION * bound:  # the objective is out of reach at any rate
-                low = high = 0.0
-            else:
-                high = middle
-        return SplitPlan(
-            split=split, num_devices=num_devices, bound=bound, knee=low, at_rate=at_rate
-        )
+    def plan(self, split: Split) -> SplitPlan:
+        """Returns the knee of a split, and its result at the workload's rate."""
+        return self._with_knee(self._at_given_rate(split), least=0.0)
 
     def run(
         self,
@@ -139,10 +126,79 @@ class Planner:
     ) -> RateResult:
         """Simulates a split at a rate; the factors change all lengths and the time of steps.
 
-        `change`: in place of the usual one.
+        `change`: in place of the usual one. A result that is still known is not simulated again.
         """
+        key = (split, rate, lengths, step_time, change)
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = self._simulate(*key)
+            while len(self._results) * len(self.workload.requests) > _MOST_KEPT:
+                del self._results[next(iter(self._results))]
+        return found
+
+    def _at_given_rate(self, split: Split) -> SplitPlan:
+        """Returns a plan without knee. Simulates nothing if the bound is below the given rate."""
         service, costs = self._service(split)
-        workload = self.workload.at_rate(rate)
+        check_measured(split, service, costs, self.workload)
+        bound = rate_bound(service, costs, self.workload)
+        rate = self.workload.rate
+        if rate < bound:
+            self._report(f"simulating {split}")
+        return SplitPlan(
+            split=split,
+            num_devices=self.site.num_devices(split),
+            bound=bound,
+            knee=None,
+            at_rate=self.run(split, rate) if rate < bound else None,
+        )
+
+    def _with_knees(self, plans: Sequence[SplitPlan]) -> list[SplitPlan]:
+        """Returns the plans with the best knee of each kind: with disaggregation, and without it.
+
+        Begins with the highest bounds, and leaves out the other knees that are lower for sure.
+        """
+        best = {True: 0.0, False: 0.0}
+        found: dict[Split, SplitPlan] = {}
+        for plan in sorted(plans, key=lambda each: each.bound, reverse=True):
+            disaggregates = bool(plan.split.prefill)
+            searched = self._with_knee(plan, least=best[disaggregates])
+            best[disaggregates] = max(best[disaggregates], searched.knee or 0.0)
+            found[plan.split] = searched
+        return [found[each.split] for each in plans]
+
+    def _with_knee(self, plan: SplitPlan, *, least: float) -> SplitPlan:
+        """Returns a plan with its knee, or without one if it is not above `least`."""
+        low, high = 0.0, plan.bound
+        if plan.meets(self.objective):
+            low = self.workload.rate
+        elif plan.at_rate is not None:
+            high = self.workload.rate
+        if least and high <= least:
+            return plan
+        self._report(f"searching the knee of {plan.split}")
+        if least > low:
+            if not self._is_met(plan.split, least):
+                return plan
+            low = least
+        while high - low > _PRECISION * high:
+            middle = (low + high) / 2
+            if self._is_met(plan.split, middle):
+                low = middle
+            elif not low and middle < _PRECISION * plan.bound:  # out of reach at any rate
+                break
+            else:
+                high = middle
+        return replace(plan, knee=low)
+
+    def _is_met(self, split: Split, rate: float) -> bool:
+        outcome = self.run(split, rate)
+        return not outcome.is_saturated and outcome.attainment >= self.objective.attainment
+
+    def _simulate(
+        self, split: Split, rate: float, lengths: float, step_time: float, change: Change | None
+    ) -> RateResult:
+        service, costs = self._service(split)
+        workload = self.workload.at_rate(rate).lasting(self._least_seconds)
         if lengths != 1.0:
             workload = workload.with_lengths(lengths)
         if step_time != 1.0:
@@ -153,6 +209,8 @@ class Planner:
         alone = request_seconds(costs, service, workload)
         arrivals = workload.requests[-1].time
         allowed = _DRAIN_SECONDS + _DRAIN_SHARE * arrivals
+        if changed.faults:  # the last requests may wait for a worker that starts again
+            allowed += service.park_seconds
         return RateResult(
             rate=rate,
             attainment=figures["slo_attainment"],
@@ -164,9 +222,6 @@ class Planner:
         if split not in self._services:
             self._services[split] = self.site.service(split)
         return self._services[split]
-
-    def _is_met(self, outcome: RateResult) -> bool:
-        return not outcome.is_saturated and outcome.attainment >= self.objective.attainment
 
 
 def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload) -> float:
@@ -232,12 +287,13 @@ def other_kind(plans: Sequence[SplitPlan], chosen: SplitPlan) -> SplitPlan | Non
 
 
 def list_splits(num_devices: int, tps: Sequence[int]) -> list[Split]:
-    """Returns all splits on at most `num_devices` devices."""
+    """Returns all splits on at most `num_devices` devices, with pools that can be configured."""
     return [
         Split(prefill, workers - prefill, tp)
         for tp in tps
         for workers in range(1, num_devices // tp + 1)
         for prefill in range(workers)
+        if max(prefill, workers - prefill) <= _MOST_WORKERS
     ]
 
 

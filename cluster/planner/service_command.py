@@ -5,6 +5,8 @@ Starts a service only to measure this machine (`--measure`).
 
 import json
 import math
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -18,13 +20,22 @@ from ..bench.options import parse_slo
 from ..cli.options import check_choice
 from ..config import TandemConfig, load_config
 from ..explain.cost import read_model_config
-from ..sim.service import SimulatedService
 from ..tables import table_console
 from ..traces.prompts import describe_trace
 from ..traces.read import TraceScale, parse_scale, read_trace
-from .changes import Change, autoscaled, mean_workers, parse_faults, with_faults
+from .changes import (
+    FaultRule,
+    autoscaled,
+    chain,
+    least_seconds,
+    mean_workers,
+    parse_faults,
+    unchanged,
+    with_faults,
+)
 from .profile import Profile, read_profile
 from .report import (
+    Autoscaling,
     autoscaling_line,
     draw_rates,
     fault_line,
@@ -35,10 +46,12 @@ from .report import (
     verdict,
 )
 from .search import Planner, RateResult, SplitPlan, best_knee, choose, list_splits, other_kind
-from .site import MEMORY_GB, ArithmeticSite, MeasuredSite, Site
+from .site import ArithmeticSite, MeasuredSite, Site
 from .workload import Objective, PlannedWorkload
 
 _MAX_REQUESTS: Final = 1_000_000
+_MAX_DEVICES: Final = 1_024
+_MAX_SECONDS: Final = 86_400.0
 _PLOTTED: Final = 6  # rates of each curve
 _CHANGE: Final = 0.1
 
@@ -65,7 +78,12 @@ def service_command(
         int, typer.Option(help="Simulated requests; of a trace: its first ones.")
     ] = 400,
     devices: Annotated[
-        int | None, typer.Option(help="Devices at most; on CPUs: workers, which share the machine.")
+        int | None,
+        typer.Option(
+            help="Devices at most; on CPUs: workers, which share the machine.",
+            min=1,
+            max=_MAX_DEVICES,
+        ),
     ] = None,
     tp: Annotated[str, typer.Option(help="Ranks of a worker, such as 1,2,4.")] = "1",
     profile: Annotated[Path | None, typer.Option(help="A file of `tandem plan measure`.")] = None,
@@ -76,14 +94,13 @@ def service_command(
         str | None, typer.Option(help=f"Arithmetic for a device: {', '.join(DEVICES)}.")
     ] = None,
     faults: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Workers that die, such as 'kill decode every 60s, kill prefill at 30s'."
+            help="Workers that die: 'kill decode every 60s' or 'kill prefill at 30s'. May be given "
+            "several times, and have several with commas."
         ),
     ] = None,
-    restart: Annotated[
-        float, typer.Option(help="Seconds in which a worker starts.", min=0.0, max=86_400.0)
-    ] = 30.0,
+    restart: Annotated[str, typer.Option(help="The time in which a worker starts.")] = "30s",
     autoscale: Annotated[
         bool,
         typer.Option("--autoscale", help="Also simulate the workers as an autoscaled maximum."),
@@ -102,22 +119,22 @@ def service_command(
     workers together, without disaggregation, which can be the better choice. The knee of a split is
     the highest rate at which it meets the objective.
     """
-    objective = Objective(limits=parse_slo(slo), attainment=attainment)
-    if not objective.limits:
-        raise InvalidArgument("must have a limit, such as ttft=1s", "--slo")
-    _check_share("--attainment", attainment)
+    objective = _objective(slo, attainment)
     if not 10 <= requests <= _MAX_REQUESTS:
         raise InvalidArgument(f"must be from 10 to {_MAX_REQUESTS}", "--requests")
-    disturb = with_faults(parse_faults(faults), restart) if faults else _unchanged
+    _check_folders({"--json": json_file, "--plot": plot, "--write": write})
+    start_seconds = _parse_seconds("--restart", restart)
+    rules = parse_faults(faults or ())
     workload = _workload(rate, input_len, output_len, trace, length_scale, speed, requests, seed)
+    seconds = _least_seconds(rules, start_seconds, workload)
     site, most, tps, config = _site(model, profile, measure, device, devices, tp, workload)
-    console = table_console()
     planner = Planner(
         site,
         workload,
         objective,
         seed=seed,
-        change=disturb,
+        change=with_faults(rules, start_seconds),
+        least_seconds=seconds,
         report=lambda line: typer.echo(line, err=True),
     )
     plans = planner.search(list_splits(most, tps))
@@ -128,18 +145,18 @@ def service_command(
     typer.echo(sentence)
     typer.echo(site.description)
     typer.echo(describe_trace(workload.requests))
-    console.print(split_table(plans, workload.rate))
+    table_console().print(split_table(plans, workload.rate))
+    if rules:
+        _echo_faults(planner, chosen or best_knee(plans))
     sensitivity: dict[str, RateResult] = {}
-    scaled: RateResult | None = None
+    scaling: Autoscaling | None = None
     if chosen is not None and chosen.at_rate is not None:
         for line in use_lines(chosen.at_rate):
             typer.echo(line)
-        if faults:
-            _echo_faults(planner, chosen, chosen.at_rate)
         if autoscale:
-            scaled = _autoscale(planner, chosen, autoscaled(restart))
+            scaling = _autoscale(planner, chosen, rules, start_seconds)
         sensitivity = _sensitivity(planner, chosen)
-        console.print(sensitivity_table(sensitivity))
+        table_console().print(sensitivity_table(sensitivity))
     if json_file is not None:
         found = plan_json(
             plans,
@@ -147,13 +164,22 @@ def service_command(
             sensitivity,
             source=site.description,
             sentence=sentence,
-            autoscaling=scaled,
+            autoscaling=scaling,
         )
         json_file.write_text(json.dumps(found, indent=1) + "\n")
     if plot is not None:
         draw_rates(_curves(planner, plans, chosen), objective, plot)
     if write is not None:
         _write(write, config, chosen or best_knee(plans))
+
+
+def _objective(slo: str, attainment: float) -> Objective:
+    objective = Objective(limits=parse_slo(slo), attainment=attainment)
+    if not objective.limits:
+        raise InvalidArgument("must have a limit, such as ttft=1s", "--slo")
+    if not 0 < attainment < 1:
+        raise InvalidArgument(f"must be between 0 and 1, got {attainment:g}", "--attainment")
+    return objective
 
 
 def _workload(
@@ -202,14 +228,14 @@ def _site(
             cost=make_cost(read_model_config(model), config.dtype, device_type="cuda"),
             name=device,
             device=DEVICES[device],
-            memory_gb=MEMORY_GB[device],
         )
-        return site, devices or 8, tps, config
+        fitting = [each for each in tps if site.holds_weights(each)]
+        return site, devices or 8, fitting or tps, config
     if profile is not None:
         found = read_profile(profile)
     else:
         assert measure is not None
-        found = _measure(model, _parse_seconds(measure), workload)
+        found = _measure(model, _parse_seconds("--measure", measure), workload)
     config = load_config(
         overrides={
             "model": model,
@@ -240,26 +266,47 @@ def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
     )
 
 
-def _unchanged(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
-    return service
+def _least_seconds(
+    rules: Sequence[FaultRule], start_seconds: float, workload: PlannedWorkload
+) -> float:
+    """Returns for how long requests must arrive. Raises InvalidArgument for too many requests."""
+    seconds = least_seconds(rules, start_seconds)
+    num_requests = math.ceil(seconds * workload.rate)
+    if num_requests > _MAX_REQUESTS:
+        raise InvalidArgument(
+            f"{num_requests:,} requests arrive until workers have died and started again; the "
+            f"maximum is {_MAX_REQUESTS:,}; use shorter times",
+            "--faults",
+        )
+    return seconds
 
 
-def _echo_faults(planner: Planner, chosen: SplitPlan, disturbed: RateResult) -> None:
-    """Prints what the faults cost at the workload's rate."""
-    undisturbed = planner.run(chosen.split, disturbed.rate, change=_unchanged)
+def _echo_faults(planner: Planner, plan: SplitPlan) -> None:
+    """Prints what the faults cost at the workload's rate, unless that is above the bound."""
+    disturbed = plan.at_rate
+    if disturbed is None:
+        return
+    undisturbed = planner.run(plan.split, disturbed.rate, change=unchanged)
     num_faults = sum(
         each.ended is not None and each.ended < disturbed.result.seconds
         for each in disturbed.result.workers
     )
-    typer.echo(fault_line(disturbed, undisturbed, num_faults))
+    typer.echo(fault_line(plan.split, disturbed, undisturbed, num_faults))
 
 
-def _autoscale(planner: Planner, chosen: SplitPlan, change: Change) -> RateResult:
+def _autoscale(
+    planner: Planner, chosen: SplitPlan, rules: Sequence[FaultRule], start_seconds: float
+) -> Autoscaling:
     """Simulates the chosen workers as the maximum of autoscaled pools; prints the outcome."""
-    found = planner.run(chosen.split, planner.workload.rate, change=change)
-    mean = mean_workers(found.result)
-    fixed = chosen.split.prefill + chosen.split.decode
-    typer.echo(autoscaling_line(found, mean, fixed))
+    tpot_ms = planner.objective.limits.get("tpot")
+    change = chain(with_faults(rules, start_seconds), autoscaled(start_seconds, tpot_ms))
+    outcome = planner.run(chosen.split, planner.workload.rate, change=change)
+    found = Autoscaling(
+        outcome=outcome,
+        mean_workers=mean_workers(outcome.result, start_seconds),
+        num_fixed=chosen.split.prefill + chosen.split.decode,
+    )
+    typer.echo(autoscaling_line(found))
     return found
 
 
@@ -307,13 +354,21 @@ def _parse_tps(text: str) -> list[int]:
     return found
 
 
-def _parse_seconds(text: str) -> float:
+def _parse_seconds(option: str, text: str) -> float:
+    """Parses a time such as 60s. Raises InvalidArgument."""
     try:
-        return float(text.removesuffix("s"))
+        seconds = float(text.removesuffix("s"))
     except ValueError:
-        raise InvalidArgument(f"must be a time such as 60s, got {text!r}", "--measure") from None
+        seconds = math.nan
+    if not 0 <= seconds <= _MAX_SECONDS:
+        raise InvalidArgument(
+            f"must be a time from 0s to {_MAX_SECONDS:g}s, such as 30s, got {text!r}", option
+        )
+    return seconds
 
 
-def _check_share(option: str, share: float) -> None:
-    if not 0 < share < 1:
-        raise InvalidArgument(f"must be between 0 and 1, got {share:g}", option)
+def _check_folders(files: Mapping[str, Path | None]) -> None:
+    """Raises InvalidArgument for a file of an option that cannot be written, before hours pass."""
+    for option, path in files.items():
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise InvalidArgument(f"the folder of {path} cannot be written", option)

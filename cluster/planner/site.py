@@ -6,7 +6,7 @@ from typing import Final, Protocol
 from ...proto.errors import InvalidArgument
 from ...workers.engine.config import Budgets
 from ...workers.model.costs.inference import InferenceCost, Work
-from ...workers.model.costs.roofline import Roofline
+from ...workers.model.costs.roofline import Device
 from ...workers.model.footprint import CacheBytes, memory_budget
 from ..config import TandemConfig
 from ..sim.cost import ServiceCosts, StepCosts, StepWork
@@ -22,18 +22,6 @@ _TRANSFER_SECONDS: Final = 2e-3
 _TRANSFER_BYTES_PER_S: Final = 25e9  # of a network of 200 Gbit/s
 _ROUTER_SECONDS_PER_REQUEST: Final = 1e-3
 _ROUTER_SECONDS_PER_TOKEN: Final = 3e-5
-
-MEMORY_GB: Final = {
-    "a100-80gb": 80,
-    "b200": 180,
-    "h100": 80,
-    "h200": 141,
-    "l4": 24,
-    "l40s": 48,
-    "mi300x": 192,
-    "rtx-4090": 24,
-}
-"""The memory of the devices of `roofline.DEVICES`, in GB."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -130,8 +118,7 @@ class ArithmeticSite:
     config: TandemConfig
     cost: InferenceCost
     name: str
-    device: Roofline
-    memory_gb: float
+    device: Device
 
     def service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
         config = self.config
@@ -168,6 +155,10 @@ class ArithmeticSite:
     def num_devices(self, split: Split) -> int:
         return split.num_ranks
 
+    def holds_weights(self, tp: int) -> bool:
+        """Returns True if the memory of `tp` devices has room for more than the weights."""
+        return self._memory_for_cache(tp) > 0
+
     @property
     def description(self) -> str:
         return (
@@ -180,8 +171,8 @@ class ArithmeticSite:
     def _steps(self, tp: int, max_sequences: int) -> StepCosts:
         """Returns the sum of the parts of the roofline: no part hides behind another."""
         speed = tp * _TP_EFFICIENCY ** (tp.bit_length() - 1)
-        read = speed * _BANDWIDTH_EFFICIENCY * self.device.bytes_per_s
-        multiply = speed * _COMPUTE_EFFICIENCY * self.device.flops_per_s
+        read = speed * _BANDWIDTH_EFFICIENCY * self.device.roofline.bytes_per_s
+        multiply = speed * _COMPUTE_EFFICIENCY * self.device.roofline.flops_per_s
         empty = self.cost.decode(0, 1)
         full = self.cost.decode(0, max_sequences)
         token = self._per_token(1)
@@ -201,17 +192,21 @@ class ArithmeticSite:
 
     def _num_blocks(self, tp: int, block_size: int, max_sequences: int) -> int:
         """Returns the KV blocks of a rank. Raises InvalidArgument if the weights do not fit."""
-        pool = self.config.decode
-        total = memory_budget(int(self.memory_gb * 1e9), 1.0, pool.gpu_memory_utilization)
-        rest = total - self.cost.sizes.weight_bytes // tp
+        rest = self._memory_for_cache(tp)
         if rest <= 0:
             raise InvalidArgument(
-                f"{tp} x {self.memory_gb:g} GB do not hold the weights, "
+                f"{tp} x {self.device.memory_gb} GB do not hold the weights, "
                 f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB; raise it",
                 "--tp",
             )
         cache = CacheBytes.of(self.cost.layout, tp, block_size=block_size)
         return cache.split(rest, state_slots=None, max_sequences=max_sequences, least=1).num_blocks
+
+    def _memory_for_cache(self, tp: int) -> int:
+        """Returns the bytes of a rank's device besides its weights; below 0 if they do not fit."""
+        utilization = self.config.decode.gpu_memory_utilization
+        total = memory_budget(self.device.memory_gb * 10**9, 1.0, utilization)
+        return total - self.cost.sizes.weight_bytes // tp
 
 
 def check_measured(

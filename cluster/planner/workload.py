@@ -1,10 +1,15 @@
 """Describes the requests that a planned service gets, at any rate, and its objectives."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Final
 
-from ..traces.read import TracedRequest
+from ..traces.read import TracedRequest, TraceScale
+
+_LARGEST_DENOMINATOR: Final = 1_000  # of a factor of lengths: 0.9 is 9/10, not its nearest float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +76,34 @@ class PlannedWorkload:
 
     def with_lengths(self, factor: float) -> "PlannedWorkload":
         """Returns the requests with scaled lengths. Their blocks are scaled as well."""
-        return PlannedWorkload([_scale(each, factor) for each in self.requests])
+        return PlannedWorkload([_scale(each, factor).apply(each) for each in self.requests])
+
+    def lasting(self, seconds: float) -> "PlannedWorkload":
+        """Returns the requests, repeated at the same rate until they arrive for `seconds`.
+
+        The blocks of a repeated prompt have other hashes: no cache holds them.
+        """
+        last = self.requests[-1].time
+        if last >= seconds:
+            return self
+        period = len(self.requests) / self.rate
+        num_hashes = 1 + max(max(each.block_hashes, default=0) for each in self.requests)
+        repeated = [
+            replace(
+                each,
+                time=number * period + each.time,
+                block_hashes=tuple(number * num_hashes + block for block in each.block_hashes),
+            )
+            for number in range(1 + math.ceil((seconds - last) / period))
+            for each in self.requests
+        ]
+        num_before = sum(each.time < seconds for each in repeated)
+        return PlannedWorkload(repeated[: num_before + 1])
 
 
-def _scale(request: TracedRequest, factor: float) -> TracedRequest:
-    block = max(round(request.block_tokens * factor), 1)
-    length = max(round(request.input_length * factor), 1)
-    return replace(
-        request,
-        input_length=min(length, block * len(request.block_hashes))
-        if request.block_hashes
-        else length,
-        output_length=max(round(request.output_length * factor), 1),
-        block_tokens=block,
-    )
+def _scale(request: TracedRequest, factor: float) -> TraceScale:
+    """Returns the nearest scale by which the request's blocks keep whole numbers of tokens."""
+    if not request.block_hashes:
+        return TraceScale(Fraction(factor).limit_denominator(_LARGEST_DENOMINATOR))
+    block_tokens = max(round(factor * request.block_tokens), 1)
+    return TraceScale(Fraction(block_tokens, request.block_tokens))

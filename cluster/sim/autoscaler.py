@@ -111,14 +111,15 @@ class Autoscaler:
 
     def resize(self, role: PoolRole, number: int) -> None:
         """Starts or stops workers until a pool has `number`, counting those that start."""
+        change = number - self._number(role)
         starting = self._still_starting(role)
         running = self._pools.running(role)
-        while len(running) + len(starting) < number:
+        for _ in range(change):
             starting.append(asyncio.create_task(self._start(role)))
-        while len(running) + len(starting) > number:
+        for _ in range(-change):
             if starting:
                 starting.pop().cancel()
-            else:
+            elif running:
                 stopping = asyncio.create_task(self._pools.stop(running.pop()))
                 self._stopping.add(stopping)
                 stopping.add_done_callback(self._stopping.discard)
@@ -128,7 +129,9 @@ class Autoscaler:
         await self._pools.start(role)
 
     def _number(self, role: PoolRole) -> int:
-        return len(self._pools.running(role)) + len(self._still_starting(role))
+        """Returns the workers of a pool, with those that start for the first time or again."""
+        ready = len(self._pools.running(role))
+        return ready + len(self._still_starting(role)) + self._pools.num_returning(role)
 
     def _still_starting(self, role: PoolRole) -> list[asyncio.Task[None]]:
         """Returns the starts that have not ended, and forgets the others."""

@@ -41,6 +41,7 @@ class SimulatedPools:
         self._workers: dict[str, SimulatedWorker] = {}
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self._num_started = 0
+        self._num_returning: dict[PoolRole, int] = dict.fromkeys(service.pools, 0)
         self._transfer = TransferCosts(
             token_bytes=service.token_bytes,
             fixed_seconds=costs.transfer_seconds,
@@ -51,6 +52,10 @@ class SimulatedPools:
     def running(self, role: PoolRole) -> list[SimulatedWorker]:
         """Returns the workers of a role that take requests, the oldest first."""
         return [each for each in self._workers.values() if each.spec.role == role]
+
+    def num_returning(self, role: PoolRole) -> int:
+        """Returns the number of workers of a role that a fault has killed and that start again."""
+        return self._num_returning[role]
 
     async def start(self, role: PoolRole, worker_id: str = "") -> SimulatedWorker:
         """Starts a worker, which is ready at once; `worker_id`: of one that returns."""
@@ -91,9 +96,13 @@ class SimulatedPools:
             return
         worker = running[fault.number]
         self._leave(worker)
-        await worker.kill()
-        if fault.restart_seconds is not None:
+        if fault.restart_seconds is None:
+            await worker.kill()
+        else:
+            self._num_returning[fault.role] += 1
+            await worker.kill()
             await asyncio.sleep(fault.restart_seconds)
+            self._num_returning[fault.role] -= 1
             await self.start(fault.role, worker.spec.worker_id)
 
     async def close(self) -> None:

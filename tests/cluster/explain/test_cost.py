@@ -83,14 +83,14 @@ def test_llama_2_7b() -> None:
     assert step.flops == 2 * 6_607_077_376 + 32 * 4 * 4096 * 1000
     assert step.num_bytes == 2 * 6_607_077_376 + 1000 * 524_288
     # 1.02 FLOPs for each byte: far below the 295 of an H100, so memory is the bound.
-    assert DEVICES["h100"].bound(step) == "memory"
-    assert DEVICES["h100"].ridge == pytest.approx(295, abs=0.5)
+    assert DEVICES["h100"].roofline.bound(step) == "memory"
+    assert DEVICES["h100"].roofline.ridge == pytest.approx(295, abs=0.5)
     # A prompt of 2,048 tokens: 2 FLOPs for each parameter of the layers and each token, one row of
     # the head, and 2048 x 2049 / 2 pairs of query and key.
     prompt = cost.prefill(2048)
     pairs = 2048 * 2049 // 2
     assert prompt.flops == 2 * 2048 * 6_476_005_376 + 2 * 131_072_000 + 32 * 4 * 4096 * pairs
-    assert DEVICES["h100"].bound(prompt) == "compute"
+    assert DEVICES["h100"].roofline.bound(prompt) == "compute"
 
 
 def test_llama_2_13b_keeps_0_8_mb_for_each_token() -> None:

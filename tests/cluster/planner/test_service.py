@@ -1,14 +1,25 @@
 """`tandem plan service`: the planner on a profile of known costs."""
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
 from tandem.cluster.config import load_config
-from tandem.cluster.planner.changes import parse_faults, with_faults
+from tandem.cluster.planner.changes import (
+    autoscaled,
+    chain,
+    least_seconds,
+    mean_workers,
+    parse_faults,
+    with_faults,
+)
 from tandem.cluster.planner.profile import read_profile
 from tandem.cluster.planner.report import verdict
 from tandem.cluster.planner.search import (
@@ -19,11 +30,13 @@ from tandem.cluster.planner.search import (
     list_splits,
     rate_bound,
 )
-from tandem.cluster.planner.site import MeasuredSite, Split
+from tandem.cluster.planner.site import ArithmeticSite, MeasuredSite, Split
 from tandem.cluster.planner.workload import Objective, PlannedWorkload
-from tandem.cluster.sim.result import SimulationResult
+from tandem.cluster.sim.result import SimulationResult, WorkerUsage
 from tandem.proto.errors import InvalidArgument
+from tandem.tests.bench.engine.shapes import SHAPES, cost_of
 from tandem.tests.profiles import make_profile
+from tandem.workers.model.costs.roofline import DEVICES
 
 MODEL = "smollm2-135m-instruct"
 
@@ -117,16 +130,21 @@ def test_workers_that_die_and_autoscaling_are_simulated(profile_file: Path, tmp_
         *("--faults", "kill decode every 9s", "--restart", "2", "--autoscale"),
     )
     (faults,) = (line for line in text.splitlines() if line.startswith("faults: "))
-    assert faults.startswith("faults: 3 workers die: attainment ")
+    assert re.match(r"faults: 3 workers die in \d+ s of .+: attainment ", faults)
     assert "; without faults attainment 100.0%" in faults
     (scaled,) = (line for line in text.splitlines() if line.startswith("autoscaled: "))
     assert "fewer worker hours than 2" in scaled
-    sizes = json.loads(found.read_text())["autoscaled"]["sizes"]
-    assert all(1 <= number <= 2 for _, number in sizes["decode"][:-1])
+    scaling = json.loads(found.read_text())["autoscaled"]
+    numbers = [number for _, number in scaling["sizes"]["decode"][:-1]]
+    assert numbers[0] == 1
+    assert 0 in numbers  # the only worker dies, because faults hit autoscaled pools as well
+    assert max(numbers) <= 2
+    assert sum(scaling["mean_workers"].values()) == pytest.approx(2 * (1 - scaling["saved_share"]))
 
 
 def test_faults_are_repeated_until_the_last_request() -> None:
-    (every, once) = parse_faults("kill decode every 10s,  kill prefill at 25s")
+    (every, once) = parse_faults(["kill decode every 10s,  kill prefill at 25s"])
+    assert parse_faults(["kill decode every 10s", "kill prefill at 25s"]) == [every, once]
     assert (every.role, every.times(35.0)) == ("decode", [10.0, 20.0, 30.0])
     assert (once.role, once.times(35.0), once.times(20.0)) == ("prefill", [25.0], [])
     service, _ = MeasuredSite(make_profile(1)).service(Split(0, 1))
@@ -136,6 +154,131 @@ def test_faults_are_repeated_until_the_last_request() -> None:
         ("decode", 10.0),
         ("decode", 20.0),
     ]
+
+
+def test_requests_arrive_until_workers_have_died_at_any_rate() -> None:
+    rules = parse_faults(["kill decode every 1s", "kill prefill at 2s"])
+    seconds = least_seconds(rules, 0.5)
+    assert seconds == 2.5
+    planner = Planner(
+        MeasuredSite(make_profile(1, 2)),
+        PlannedWorkload.poisson(4.0, 16, 2, 10, seed=0),
+        OBJECTIVE,
+        change=with_faults(rules, 0.5),
+        least_seconds=seconds,
+    )
+    for rate in (4.0, 40.0):
+        result = planner.run(Split(0, 2), rate).result
+        ends = [each.ended for each in result.workers if each.ended is not None]
+        assert sorted(ends)[:2] == pytest.approx([1.0, 2.0])
+        assert result.requests[-1].record.started == pytest.approx(seconds, abs=1.0)
+
+
+def test_an_autoscaled_service_keeps_its_faults_and_has_the_objective_as_target() -> None:
+    service, _ = MeasuredSite(make_profile(1, 2)).service(Split(1, 1))
+    workload = PlannedWorkload.poisson(1.0, 16, 2, 26, seed=0)
+    faults = with_faults(parse_faults(["kill prefill at 9s"]), 5.0)
+    changed = chain(faults, autoscaled(5.0, 60.0))(service, workload)
+    assert [each.role for each in changed.faults] == ["prefill"]
+    assert changed.prefill is not None
+    assert changed.prefill.scaling is not None
+    assert changed.decode.scaling is not None
+    assert changed.prefill.scaling.tpot_seconds is None
+    assert changed.decode.scaling.tpot_seconds == 0.06
+    unreachable = autoscaled(5.0, 90_000.0)(service, workload).decode.scaling
+    assert unreachable is not None
+    assert unreachable.tpot_seconds is None
+
+
+def test_a_worker_that_starts_counts_as_a_worker() -> None:
+    workers = [
+        WorkerUsage(worker_id=name, role="decode", started=started, ended=ended, num_blocks=1)
+        for name, started, ended in (("a", 0.0, None), ("b", 40.0, 70.0), ("c", 90.0, 101.0))
+    ]
+    result = replace(outcome(1.0).result, workers=workers, seconds=100.0)
+    # 100 s, 60 s and 40 s: a worker starts 30 s before it is ready.
+    assert mean_workers(result, 30.0)["decode"] == pytest.approx(1.0 + 0.6 + 0.4)
+
+
+class KnownKnees(Planner):
+    """Knows the knee of each split on GPUs, and records the simulations that it is asked for.
+
+    The bounds in requests/s: 18 for each worker together, 19.5 for each prefill worker.
+    """
+
+    def __init__(self, rate: float, knees: Mapping[Split, float]) -> None:
+        site = MeasuredSite(make_profile(1).model_copy(update={"device": "cuda"}))
+        super().__init__(site, PlannedWorkload.poisson(rate, 128, 8, 20, seed=0), OBJECTIVE)
+        self.knees = knees
+        self.simulated: list[tuple[Split, float]] = []
+
+    def run(self, split: Split, rate: float, **changes: Any) -> RateResult:
+        self.simulated.append((split, rate))
+        return replace(outcome(1.0 if rate <= self.knees.get(split, 0.0) else 0.0), rate=rate)
+
+    def found(self, num_devices: int) -> dict[Split, float | None]:
+        plans = self.search(list_splits(num_devices, [1]))
+        assert len(set(self.simulated)) == len(self.simulated)
+        return {plan.split: plan.knee for plan in plans}
+
+
+def near(knee: float) -> object:
+    return pytest.approx(knee, rel=0.031)
+
+
+def test_only_the_splits_of_the_fewest_sufficient_devices_are_searched() -> None:
+    planner = KnownKnees(10.0, {Split(0, 1): 8.0, Split(0, 2): 20.0, Split(1, 1): 9.0})
+    assert planner.found(3) == {
+        Split(0, 1): None,
+        Split(0, 2): near(20.0),
+        Split(1, 1): near(9.0),
+    }
+    assert len([split for split, _ in planner.simulated if split == Split(0, 1)]) == 1
+
+
+def test_a_split_that_another_one_dominates_is_not_searched() -> None:
+    knees = {Split(0, 3): 6.0, Split(2, 1): 7.0, Split(1, 2): 5.5}
+    planner = KnownKnees(5.0, knees)
+    found = planner.found(3)
+    assert found[Split(0, 3)] == near(6.0)
+    assert found[Split(2, 1)] == near(7.0)
+    assert found[Split(1, 2)] is None
+    rates = [rate for split, rate in planner.simulated if split == Split(1, 2)]
+    assert rates == [near(5.0), found[Split(2, 1)]]
+    fast = KnownKnees(30.0, {Split(0, 3): 50.0, Split(2, 1): 35.0})
+    assert fast.found(3)[Split(2, 1)] == near(35.0)
+    assert Split(1, 2) not in {split for split, _ in fast.simulated}  # its bound is below both
+
+
+def test_without_a_sufficient_split_the_best_knee_of_all_is_found() -> None:
+    planner = KnownKnees(100.0, {Split(0, 1): 18.0, Split(0, 2): 30.0, Split(1, 1): 12.0})
+    assert planner.found(2) == {
+        Split(0, 1): None,
+        Split(0, 2): near(30.0),
+        Split(1, 1): near(12.0),
+    }
+
+
+def test_a_knee_far_below_the_bound_is_found_if_the_objective_is_met_at_the_rate() -> None:
+    planner = KnownKnees(0.1, {Split(0, 1): 0.12})
+    assert planner.plan(Split(0, 1)).knee == near(0.12)
+    assert KnownKnees(0.1, {}).plan(Split(0, 1)).knee == 0.0
+
+
+def test_a_rate_is_simulated_once() -> None:
+    workload = PlannedWorkload.poisson(1.0, 128, 8, 10, seed=0)
+    planner = Planner(MeasuredSite(make_profile(1)), workload, OBJECTIVE)
+    split = Split(0, 1)
+    assert planner.run(split, 2.0) is planner.run(split, 2.0)
+    assert planner.run(split, 2.0) is not planner.run(split, 2.0, lengths=1.1)
+
+
+def test_ranks_that_do_not_hold_the_weights_are_known() -> None:
+    cost = cost_of(SHAPES["tiny"], "bfloat16")
+    cost = replace(cost, sizes=replace(cost.sizes, weight_bytes=100 * 10**9))
+    config = load_config(overrides={"model": MODEL, "device": "cuda"})
+    site = ArithmeticSite(config=config, cost=cost, name="h100", device=DEVICES["h100"])
+    assert [site.holds_weights(tp) for tp in (1, 2, 4)] == [False, True, True]
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
@@ -198,7 +341,13 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
         ((*SLO, *WORKLOAD), "give one of --profile, --measure and --device"),
         ((*SLO, *WORKLOAD, "--device", "h101"), "--device"),
         ((*SLO, *WORKLOAD, "--device", "h100", "--faults", "kill router at 3s"), "--faults: must"),
-        ((*SLO, *WORKLOAD, "--device", "h100", "--faults", "kill decode every 0s"), "at least 1s"),
+        ((*SLO, *WORKLOAD, "--faults", "kill decode every 0s"), "a time from 1s to 86400s"),
+        (
+            (*SLO, "--rate", "90", "--faults", "kill decode every 9000s"),
+            "requests arrive until workers have died and started again; the maximum is 1,000,000",
+        ),
+        ((*SLO, *WORKLOAD, "--restart", "soon"), "--restart: must be a time from 0s to 86400s"),
+        ((*SLO, *WORKLOAD, "--json", "/nowhere/plan.json"), "--json: the folder of"),
         ((*SLO, *WORKLOAD, "--device", "h100", "--tp", "0"), "--tp: must be numbers"),
         ((*SLO, *WORKLOAD, "--attainment", "1.5", "--device", "h100"), "--attainment"),
     ],

@@ -14,7 +14,7 @@ import pytest
 from tandem.cluster.config import PoolRole
 from tandem.cluster.scaling.config import ScalingConfig
 from tandem.cluster.sim.result import SimulationResult
-from tandem.cluster.sim.service import Resize, SimulatedService
+from tandem.cluster.sim.service import Fault, Resize, SimulatedService
 from tandem.cluster.sim.simulate import simulate
 from tandem.cluster.traces.read import TracedRequest
 from tandem.tests.cluster.sim.services import COSTS, pool, service, traffic
@@ -118,3 +118,12 @@ def test_an_operator_who_stops_needed_workers_gets_them_back_after_the_delay() -
     assert before > 1
     back = 40.0 + SCALING["up_delay_seconds"] + START_SECONDS + SCALING["window_seconds"]
     assert max(sizes(result, "prefill", 41.0, back)) >= before
+
+
+def test_a_worker_that_dies_is_replaced_once() -> None:
+    requests = [*traffic(0.5, 60.0, outputs=SHORT), *last_request(90.0)]
+    decode = pool(2, scaling=ScalingConfig(**SCALING), start_seconds=START_SECONDS)
+    fault = Fault(time=30.0, role="decode", restart_seconds=START_SECONDS)
+    result = simulate(replace(scaled(), decode=decode, faults=(fault,)), requests, COSTS)
+    check_complete(result, requests)
+    assert sizes(result, "decode", 20.0, 80.0) == [2, 1, 2]

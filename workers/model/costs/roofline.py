@@ -5,7 +5,7 @@ long as its bytes need, and at least as long as its FLOPs need.
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from .inference import Work
 
@@ -34,21 +34,26 @@ class Roofline:
         return self.flops_per_s / self.bytes_per_s
 
 
-def _device(terabytes_per_s: float, teraflops: float) -> Roofline:
-    return Roofline(bytes_per_s=terabytes_per_s * 1e12, flops_per_s=teraflops * 1e12)
+class Device(NamedTuple):
+    """Holds the figures of a GPU's data sheet."""
+
+    roofline: Roofline  # of dense products in 16 bits
+    memory_gb: int
+
+
+def _device(terabytes_per_s: float, teraflops: float, memory_gb: int) -> Device:
+    limits = Roofline(bytes_per_s=terabytes_per_s * 1e12, flops_per_s=teraflops * 1e12)
+    return Device(limits, memory_gb)
 
 
 DEVICES: Final = {
-    "a100-80gb": _device(2.039, 312),
-    "b200": _device(8.0, 2250),
-    "h100": _device(3.35, 989),
-    "h200": _device(4.8, 989),
-    "l4": _device(0.3, 121),
-    "l40s": _device(0.864, 362),
-    "mi300x": _device(5.3, 1307),
-    "rtx-4090": _device(1.008, 165),
+    "a100-80gb": _device(2.039, 312, 80),
+    "b200": _device(8.0, 2250, 180),
+    "h100": _device(3.35, 989, 80),
+    "h200": _device(4.8, 989, 141),
+    "l4": _device(0.3, 121, 24),
+    "l40s": _device(0.864, 362, 48),
+    "mi300x": _device(5.3, 1307, 192),
+    "rtx-4090": _device(1.008, 165, 24),
 }
-"""Memory bandwidth, and dense products in 16 bits, of GPUs: the figures of their data sheets.
-
-The SXM form where there are several. No program reaches these rates, so the times are floors.
-"""
+"""The SXM form where there are several. No program reaches these rates, so the times are floors."""
