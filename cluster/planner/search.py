@@ -31,7 +31,7 @@ _MOST_KEPT: Final = 100_000
 
 _MOST_WORKERS: Final = 256  # of a pool, as in the configuration of a service
 
-_Run = tuple[Split, float, float, float, Change | None]
+RunKey = tuple[Split, float, float, float, Change | None]
 """The arguments of a simulation: split, rate, factors of lengths and of step time, and change."""
 
 
@@ -93,7 +93,7 @@ class Planner:
         self._least_seconds = least_seconds
         self._report = report
         self._services: dict[Split, tuple[SimulatedService, ServiceCosts]] = {}
-        self._results: dict[_Run, RateResult] = {}  # the oldest first
+        self._results: dict[RunKey, RateResult] = {}  # the oldest first
 
     def search(self, splits: Iterable[Split]) -> list[SplitPlan]:
         """Returns the plans of the splits, those with the fewest devices first.
