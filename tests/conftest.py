@@ -47,6 +47,7 @@ SHARING_PATHS: Final = (
     "cluster/local/test_llm.py",
     "cluster/local/test_local_ranks.py",
     "cluster/planner/test_measure.py",
+    "cluster/planner/test_service.py",
     "cluster/scaling/test_policy.py",
     "cluster/store",
     "cluster/test_app.py",
