@@ -13,6 +13,7 @@ IN_TURN_PATHS one by one (`pytest --in-turn`). `pytest` without an option runs a
 nothing else does.
 """
 
+import faulthandler
 import functools
 import gc
 import os
@@ -143,6 +144,9 @@ many of them on one cluster.
 IO_PATHS: Final = SHARING_PATHS + IN_TURN_PATHS
 """Those that are not in the quick tier."""
 
+HANG_SECONDS: Final = 60.0
+"""A test's process ends this long after the test's timeout, or after its last test."""
+
 _IO_EVENTS: Final = {
     "socket.bind",
     "socket.connect",
@@ -204,6 +208,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(IoGuard(forbid_torch=config.getoption("--quick")))
+    config.pluginmanager.register(HangGuard(float(config.getini("timeout"))))
     # Modules in C tell at the exit what of them is left. This runs last, after pytest's collections
     # of garbage, which would take seconds for what was imported.
     config.add_cleanup(gc.unfreeze)
@@ -258,6 +263,46 @@ def is_below(path: Path, entries: tuple[str, ...]) -> bool:
     """
     relative = path.relative_to(TESTS) if path.is_relative_to(TESTS) else path
     return any(relative.is_relative_to(entry) for entry in entries)
+
+
+class HangGuard:
+    """Ends the process, with the stack of every thread on stderr, if a test or the exit hangs.
+
+    pytest-timeout raises an exception in the test, which does not end a test that is in C code, nor
+    one whose fixtures or event loop then wait for ever.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        """Takes the timeout of tests without a marker of their own, in seconds."""
+        self._timeout = timeout
+        self._stderr = os.dup(2)  # as it is now: pytest captures it during tests
+
+    def _arm(self, seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
+
+    def _arm_for(self, item: pytest.Item) -> None:
+        marker = item.get_closest_marker("timeout")
+        timeout = float(marker.args[0]) if marker else self._timeout
+        self._arm(timeout + HANG_SECONDS)
+
+    # Armed for each phase anew, because pytest disarms it when a phase has failed.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._arm_for(item)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        self._arm_for(item)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        self._arm_for(item)
+
+    def pytest_runtest_logfinish(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+    def pytest_unconfigure(self) -> None:
+        self._arm(HANG_SECONDS)
 
 
 class IoGuard:

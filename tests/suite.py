@@ -17,7 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import pytest
 
@@ -27,18 +27,28 @@ MAX_RERUNS: Final = 30
 """More failures than this have one cause, so running them again tells nothing."""
 
 _SOME_FAILED: Final = pytest.ExitCode.TESTS_FAILED
+_END: Final = "[]"
 
 
 class FailureLog:
-    """Writes the id and the failure of each failed test to a file, a JSON list per line."""
+    """Writes the id and the failure of each failed test to a file, a JSON list per line.
+
+    The last line says that the run was not cut short.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            with self._path.open("a") as file:
-                file.write(json.dumps([report.nodeid, report.longreprtext]) + "\n")
+            self._write(json.dumps([report.nodeid, report.longreprtext]))
+
+    def pytest_sessionfinish(self) -> None:
+        self._write(_END)
+
+    def _write(self, line: str) -> None:
+        with self._path.open("a") as file:
+            file.write(line + "\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,33 +61,36 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailureLog(path))
 
 
-def read_failures(path: Path) -> dict[str, str]:
-    """Returns the first failure of each failed test in a file that FailureLog wrote."""
-    failures: dict[str, str] = {}
-    if path.exists():
-        for line in path.read_text().splitlines():
-            test, text = json.loads(line)
-            failures.setdefault(test, text)
-    return failures
-
-
 def command_of(options: tuple[str, ...], failures: Path) -> list[str]:
     """Returns the command of a pytest that writes its failed tests to a file."""
     command = [sys.executable, "-m", "pytest", "-p", "tandem.tests.suite"]
     return [*command, "--failures", str(failures), *options]
 
 
-def run_pytest(options: tuple[str, ...], failures: Path) -> int:
-    """Runs pytest in a process and returns its exit code."""
-    return subprocess.run(command_of(options, failures)).returncode
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Holds the exit code of a run of pytest, and the failure of each failed test."""
+    """Holds the exit code of a run of pytest, and the first failure of each failed test."""
 
     code: int
     failures: dict[str, str]
+
+    @classmethod
+    def of(cls, code: int, log: Path) -> Self:
+        """Reads a file of FailureLog; the code becomes INTERRUPTED if the run was cut short."""
+        failures: dict[str, str] = {}
+        *lines, last = log.read_text().splitlines() if log.exists() else [""]
+        if last != _END:
+            code = pytest.ExitCode.INTERRUPTED
+            lines += [last] if last else []
+        for line in lines:
+            test, text = json.loads(line)
+            failures.setdefault(test, text)
+        return cls(code, failures)
+
+
+def run_pytest(options: tuple[str, ...], log: Path) -> Outcome:
+    """Runs pytest in a process."""
+    return Outcome.of(subprocess.run(command_of(options, log)).returncode, log)
 
 
 def run_halves(first: tuple[str, ...], second: tuple[str, ...], folder: Path) -> list[Outcome]:
@@ -86,14 +99,12 @@ def run_halves(first: tuple[str, ...], second: tuple[str, ...], folder: Path) ->
     with (folder / "output").open("w+") as output:
         command = command_of(second, logs[1])
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as beside:
-            codes = [run_pytest(first, logs[0]), beside.wait()]
+            outcome = run_pytest(first, logs[0])
+            code = beside.wait()
         output.seek(0)
         shutil.copyfileobj(output, sys.stdout)
         sys.stdout.flush()
-    return [
-        Outcome(code=code, failures=read_failures(log))
-        for code, log in zip(codes, logs, strict=True)
-    ]
+    return [outcome, Outcome.of(code, logs[1])]
 
 
 def rerun(failures: dict[str, str], options: tuple[str, ...], folder: Path) -> bool:
@@ -104,16 +115,15 @@ def rerun(failures: dict[str, str], options: tuple[str, ...], folder: Path) -> b
     print(f"running {len(failures)} failed tests again, alone", flush=True)
     again = folder / "again"
     again.unlink(missing_ok=True)  # of the other half
-    code = run_pytest((*options, *failures), again)
-    failed_again = read_failures(again)
-    flaky = {test: text for test, text in failures.items() if test not in failed_again}
-    if code not in (pytest.ExitCode.OK, _SOME_FAILED):
+    second = run_pytest((*options, *failures), again)
+    flaky = {test: text for test, text in failures.items() if test not in second.failures}
+    if second.code not in (pytest.ExitCode.OK, _SOME_FAILED):
         return False
     if flaky:
         print("\nFLAKY: these tests failed beside others and passed alone")
     for test, text in flaky.items():
         print(f"\n{test}\n{text}")
-    return not failed_again
+    return not second.failures
 
 
 def main() -> int:

@@ -79,9 +79,8 @@ def run_twice(tmp_path: Path, source: str) -> tuple[int, dict[str, str], bool]:
     file = tmp_path / "test_made_up.py"
     file.write_text(source)
     options = options_for(tmp_path)
-    code = suite.run_pytest((*options, file.name), tmp_path / "failures")
-    failures = suite.read_failures(tmp_path / "failures")
-    return code, failures, suite.rerun(failures, options, tmp_path)
+    first = suite.run_pytest((*options, file.name), tmp_path / "failures")
+    return first.code, first.failures, suite.rerun(first.failures, options, tmp_path)
 
 
 def test_a_test_that_passes_alone_is_flaky(
@@ -111,3 +110,46 @@ def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
     failures = {f"test_{number}": "" for number in range(suite.MAX_RERUNS + 1)}
     assert not suite.rerun(failures, (), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+_HANGING = """
+import threading
+import pytest
+
+
+@pytest.fixture
+def waits_for_ever():
+    yield
+    threading.Event().wait()
+
+
+def test_fails() -> None:
+    assert "first" == ""
+
+
+def test_fails_and_hangs(waits_for_ever: None) -> None:
+    assert "then" == ""
+"""
+
+
+def test_a_test_that_hangs_is_ended_with_the_stacks_of_its_threads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The hang is in a fixture's end, where pytest has disarmed its own faulthandler."""
+    (tmp_path / "conftest.py").write_text(
+        "from tandem.tests import conftest\n"
+        "def pytest_configure(config):\n"
+        "    conftest.HANG_SECONDS = 3.0\n"
+        "    config.pluginmanager.register(conftest.HangGuard(1))\n"
+    )
+    file = tmp_path / "test_made_up.py"
+    file.write_text(_HANGING)
+    options = (*options_for(tmp_path), "-p", "no:timeout")
+    outcome = suite.run_pytest((*options, file.name), tmp_path / "failures")
+    assert outcome.code == pytest.ExitCode.INTERRUPTED
+    assert [test.rpartition("::")[2] for test in outcome.failures] == [
+        "test_fails",
+        "test_fails_and_hangs",
+    ]
+    error = capfd.readouterr().err
+    assert "waits_for_ever" in error

@@ -35,6 +35,9 @@ class Control:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}: {self._read(name)}" for name in _FIELDS)
+
     def clear(self) -> None:
         """Lets the worker run freely."""
         for name in _FIELDS:

@@ -188,6 +188,20 @@ class Scenario:
         elif case.point in ("token", "last"):
             victim.control.starves = True
 
+    def describe(self) -> str:
+        """Returns the state of nodes and requests, for a report of a failure."""
+        lines = [f"victim {self.victim.worker_id}, held from {self.hold_from}"]
+        for node in self.nodes:
+            client = self.cluster.client(node)
+            lines.append(
+                f"{node.worker_id}: {node.control} spent: {node.is_spent}, "
+                f"session: {client is not None and list(client._streams)}"
+            )
+        for execution in self.cluster.dispatcher._running:
+            lines.append(f"request: parked {execution._parked}, emitted {execution._emitted}")
+            lines += [f"attempt: {vars(attempt)}" for attempt in execution._attempts]
+        return "\n".join(lines)
+
     def is_noticed(self, result: Result) -> bool:
         """Returns whether the fault has changed how the request was computed, if it had to."""
         case = self.case
@@ -250,7 +264,8 @@ async def audit(scenario: Scenario) -> Result:
         assert result.choices == scenario.expected.choices, "the output is altered"
         assert scenario.is_noticed(result), "the fault was not noticed"
         await scenario.recover()
-    except BaseException:
+    except BaseException as error:
+        error.add_note(scenario.describe())
         for node in scenario.nodes:
             node.release()
             node.is_spent = True

@@ -319,7 +319,10 @@ async def test_a_rank_ends_with_its_rank_0(split_model: Path) -> None:
 
 
 async def test_a_rank_that_cannot_load_ends_the_start(split_model: Path) -> None:
-    settings = worker_config(str(split_model), dtype="float32", kv_cache_bytes=2**22)
+    # Afterwards rank 0's thread waits for the other rank's store until the start's timeout.
+    settings = worker_config(
+        str(split_model), dtype="float32", kv_cache_bytes=2**22, start_seconds=5.0
+    )
     rank = await RankServer.start(replace(settings.rank, kv_cache_bytes=1))
     with pytest.raises(RankLost):
         await Worker.start(settings, worker_id="split", ranks=[rank.address])
