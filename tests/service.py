@@ -102,20 +102,21 @@ def workers(status_url: str) -> list[dict[str, Any]]:
     return found
 
 
-def wait_until_idle(status_url: str, seconds: float = 10) -> None:
-    """Fails unless every worker soon holds no request, lease, transfer or block, and its blocks are
+def wait_until_idle(status_url: str, seconds: float = 60) -> None:
+    """Waits until no worker holds a request, lease, transfer or block; fails unless all blocks are
     consistent.
     """
     deadline = time.monotonic() + seconds
     while True:
         found = workers(status_url)
-        assert all(worker.get("integrity_ok", worker.get("balanced")) for worker in found)
+        # On a busy machine a worker may be silent for a second.
+        assert all(worker["state"] == "silent" or worker["integrity_ok"] for worker in found)
         loads = [worker["load"] for worker in found]
         held = [
             load["owned_blocks"] + load["leased_blocks"] + load["reserved_blocks"] for load in loads
         ]
         held += [worker[name] for worker in found for name in worker if name in ACTIVITY]
-        if not any(held):
+        if not any(held) and not any(worker["state"] == "silent" for worker in found):
             return
         assert time.monotonic() < deadline, found
         time.sleep(0.05)

@@ -21,8 +21,8 @@ from typing import Any, Final, Self
 
 import pytest
 
-SHARING: Final = ("--sharing", "-n", "3", "--dist", "worksteal")
-IN_TURN: Final = ("--in-turn",)
+SHARING: Final = ("--sharing", "--durations", "30", "-n", "3", "--dist", "worksteal")
+IN_TURN: Final = ("--in-turn", "--durations", "10")
 MAX_RERUNS: Final = 30
 """More failures than this have one cause, so running them again tells nothing."""
 

@@ -52,6 +52,7 @@ _ANSWER_SECONDS: Final = 2.0
 # Ray ends all processes, also this one, 60 s after its GCS server has ended.
 _ORPHAN_SECONDS: Final = 40.0
 _DELETE_CHECK_SECONDS: Final = 0.1
+_END_SECONDS: Final = 10.0  # for Serve to see, on a busy machine, that all replicas have ended
 _ANY_HOST: Final = (None, str(IPv4Address(0)), str(IPv6Address(0)))
 _RETIRE_SECONDS: Final = 60.0
 
@@ -307,6 +308,6 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
     thread = threading.Thread(target=delete, name="tandem-stop", daemon=True)
     thread.start()
     if answered.wait(min(max(_ANSWER_SECONDS, config.grace_seconds), _ORPHAN_SECONDS)):
-        thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + 1)
+        thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + _END_SECONDS)
     given_up.set()
     return not thread.is_alive()

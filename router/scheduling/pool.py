@@ -36,6 +36,9 @@ PER_UNIT: Final = 1_000_000
 """Rates are summed up in whole millionths: sums of floats would drift."""
 
 
+_NO_CANDIDATE: Final = Candidate(worker_id="", pending_tokens=0, num_requests=0, free_tokens=0)
+
+
 class Totals(NamedTuple):
     """Sums over a pool; the first four fields count only workers that take requests."""
 
@@ -54,6 +57,7 @@ class _Counted(NamedTuple):
     totals: Totals = Totals()
     size: Capacity = NO_CAPACITY
     load: Load = NO_LOAD
+    candidate: Candidate = _NO_CANDIDATE
 
 
 class Pool:
@@ -119,7 +123,7 @@ class Pool:
         computes: bool,
         is_resumed: bool = False,
         affinity: str = "",
-    ) -> list[WorkerState]:
+    ) -> list[str]:
         """Returns the workers that a placement considers, none of them in `avoid`.
 
         `computes`: they compute the prompt, else they fetch its KV cache. `is_resumed`: the request
@@ -131,7 +135,7 @@ class Pool:
         else:
             sampled = self._by_load.sample(_NUM_RANDOM)
             for worker_id in sampled:  # its estimates may be old
-                self._by_load.put(worker_id, self._load(self._workers[worker_id]).seconds)
+                self._by_load.put(worker_id, self._load(self.candidate(worker_id)).seconds)
             found = [
                 *self._holders(matched, avoid, computes=computes, is_resumed=is_resumed),
                 *self._by_load.least(_NUM_LEAST_LOADED, avoid),
@@ -141,7 +145,25 @@ class Pool:
             if affinity and computes:
                 ids = self._by_load.least(len(self._by_load), avoid)
                 found += heapq.nlargest(_NUM_AFFINE, ids, partial(affinity_rank, affinity))
-        return [self._workers[each] for each in dict.fromkeys(found) if each not in avoid]
+        return [each for each in dict.fromkeys(found) if each not in avoid]
+
+    def candidate(
+        self,
+        worker_id: str,
+        matched_tokens: int = 0,
+        step_seconds: float = NEUTRAL_STEP_SECONDS,
+    ) -> Candidate:
+        """Returns a worker as the policy sees it: as last counted, with its present speeds.
+
+        `step_seconds` counts until the worker has reported one.
+        """
+        worker = self._workers[worker_id]
+        return self._counted[worker_id].candidate._replace(
+            matched_tokens=matched_tokens,
+            prefill=self._speeds.prefill_cost(worker),
+            transfer=self._speeds.transfer.cost(worker_id),
+            step_seconds=worker.load.step_seconds or step_seconds,
+        )
 
     def _holders(
         self, matched: Matches, avoid: Collection[str], *, computes: bool, is_resumed: bool
@@ -159,6 +181,7 @@ class Pool:
     def _measure(self, worker: WorkerState) -> _Counted:
         token_seconds = self._speeds.token_seconds(worker)
         takes = worker.takes_requests
+        candidate = make_candidate(worker, self._speeds)
         is_measured = self._speeds.is_measured(worker)
         return _Counted(
             free=worker.measure_free(token_seconds),
@@ -171,11 +194,11 @@ class Pool:
                 other_sequences=worker.others.sequences,
             ),
             size=worker.size,
-            load=self._load(worker),
+            load=self._load(candidate),
+            candidate=candidate,
         )
 
-    def _load(self, worker: WorkerState) -> Load:
-        candidate = make_candidate(worker, self._speeds)
+    def _load(self, candidate: Candidate) -> Load:
         return measure_load(candidate, computes=self._role == worker_pb2.ROLE_PREFILL)
 
     def _add(self, counted: _Counted, before: _Counted) -> None:
@@ -192,26 +215,19 @@ class Pool:
             self._sizes = +self._sizes
 
 
-def make_candidate(
-    worker: WorkerState,
-    speeds: WorkerSpeeds,
-    matched_tokens: int = 0,
-    step_seconds: float = NEUTRAL_STEP_SECONDS,
-) -> Candidate:
-    """Returns a worker as the policy sees it; `step_seconds` counts until it has reported one."""
-    # Reads each property once: a placement makes up to 40 candidates.
-    info, own, others, load = worker.info, worker.own, worker.others, worker.load
+def make_candidate(worker: WorkerState, speeds: WorkerSpeeds) -> Candidate:
+    """Returns a worker as the policy sees it for a prompt of which it has nothing cached."""
+    info, own, others = worker.info, worker.own, worker.others
     return Candidate(
         worker_id=info.worker_id,
         pending_tokens=worker.pending_tokens,
         num_pending=own.prompts + others.prompts,
         num_requests=own.sequences + others.sequences,
         free_tokens=worker.free_tokens,
-        matched_tokens=matched_tokens,
         max_sequences=info.max_sequences,
         mixed_chunk_tokens=info.mixed_chunk_tokens,
         cost=worker.cost,
         prefill=speeds.prefill_cost(worker),
         transfer=speeds.transfer.cost(info.worker_id),
-        step_seconds=load.step_seconds or step_seconds,
+        step_seconds=worker.load.step_seconds or NEUTRAL_STEP_SECONDS,
     )

@@ -23,7 +23,7 @@ from .policy import (
     choose_holder,
     place,
 )
-from .pool import MAX_CANDIDATES, make_candidate
+from .pool import MAX_CANDIDATES
 from .pool_capacity import PoolCapacity
 from .prefix_index import Matches, Prefix, PrefixIndex
 from .speeds import WorkerSpeeds
@@ -255,8 +255,9 @@ class WorkerRegistry:
             return None
         matched = self._last_look_up(request).matched
         holders = matched.longest(_DECODE, MAX_CANDIDATES, self._rng)
+        decode = self.capacity.pool(_DECODE)
         others = [
-            make_candidate(other, self._speeds, num_tokens)
+            decode.candidate(worker_id, num_tokens)
             for worker_id, num_tokens in holders
             if (other := self._workers[worker_id]).takes_requests
             and other.info.address
@@ -264,7 +265,7 @@ class WorkerRegistry:
         ]
         chosen = choose_holder(
             len(request.submit.token_ids),
-            make_candidate(worker, self._speeds, matched.get(prefill, 0)),
+            self.capacity.pool(worker.info.role).candidate(prefill, matched.get(prefill, 0)),
             others,
         )
         if chosen is None:
@@ -369,16 +370,14 @@ class WorkerRegistry:
         computes: bool,
         is_resumed: bool,
     ) -> list[Candidate]:
-        found = self.capacity.pool(role).select(
+        pool = self.capacity.pool(role)
+        found = pool.select(
             matched, avoid, computes=computes, is_resumed=is_resumed, affinity=affinity
         )
-        steps = [worker.load.step_seconds for worker in found if worker.load.step_seconds]
+        steps = filter(None, [self._workers[each].load.step_seconds for each in found])
         step_seconds = min(steps, default=NEUTRAL_STEP_SECONDS)
         candidates = [
-            make_candidate(
-                worker, self._speeds, matched.get(worker.info.worker_id, 0), step_seconds
-            )
-            for worker in found
+            pool.candidate(each, matched.num_tokens(each), step_seconds) for each in found
         ]
         return [self._ahead(each) for each in candidates] if is_resumed else candidates
 

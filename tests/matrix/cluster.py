@@ -260,6 +260,8 @@ class Cluster:
             if sampling in RULED:
                 stops = stops_of(sampling, result)
                 result = await self._undisturbed(sampling, num_tokens, stops)
+                # A worker goes on for some steps after a rule of the router has ended a choice.
+                await self.check_books(nodes)
             self.expected[key] = result
         return self.expected[key]
 

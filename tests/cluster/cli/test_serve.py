@@ -198,7 +198,7 @@ def test_a_service_from_start_to_stop(
         workers = {worker["role"]: worker for worker in json.loads(status.stdout)["workers"]}
     for worker in workers.values():
         load = worker["load"]
-        assert worker.get("integrity_ok", worker.get("balanced"))
+        assert worker["integrity_ok"]
         assert not any(worker[name] for name in worker if name in ACTIVITY)
         assert load["free_blocks"] + load["cached_blocks"] == load["total_blocks"] > 0
     drained = run("drain", "all", "--url", status_url[1])
