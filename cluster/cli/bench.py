@@ -23,7 +23,7 @@ from ..bench.options import (
 )
 from ..service_url import ServiceAccess
 from ..tables import table_console
-from ..text_files import write_text
+from ..text_files import check_writable, write_text
 from ..traces.read import TraceScale, parse_scale
 from . import options as o
 
@@ -152,6 +152,7 @@ def bench(
     ] = "",
 ) -> None:
     """Measure a running service under load."""
+    check_writable({"--json": _file(json_to)})
     server = _find_server(url, model, o.read_api_key(api_key_file), tls_ca)
     addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
@@ -183,6 +184,11 @@ def bench(
     _run(check_options(options), json_to)
 
 
+def _file(json_to: str) -> Path | None:
+    """Returns the file that `--json` names, if it names one."""
+    return None if json_to in ("", "-") else Path(json_to)
+
+
 def _find_server(url: str, model: str, api_key: str, tls_ca: Path | None) -> ServerAddress:
     """Returns the API to measure, whose address may be told by a status page at `url`."""
     given = replace(parse_address(url, "--url", model), api_key=api_key, tls_ca=tls_ca)
@@ -201,12 +207,9 @@ def _run(options: BenchOptions, json_to: str) -> None:
         if options.rounds > 1 or len(options.addresses) > 1:
             typer.echo(f"round {number + 1} {address.url}: {round_line(summary)}", err=True)
 
-    file = None if json_to in ("", "-") else Path(json_to)
-    if file:
-        write_text(file, "", "--json", "a")  # fails here, not after a long measurement
     measured = asyncio.run(run_bench(options, report_round, partial(typer.echo, err=True)))
     results = json.dumps(to_json(options, measured), indent=2, default=str)
-    if file:
+    if (file := _file(json_to)) is not None:
         write_text(file, results + "\n", "--json")
     if json_to == "-":
         typer.echo(results)

@@ -15,7 +15,7 @@ from ..eval.perplexity import Perplexity, measure_perplexity
 from ..eval.scores import import_libraries, score_texts
 from ..service_url import GRPC_URL, ServiceAccess
 from ..tables import progress_bar, table_console
-from ..text_files import parse_lines, read_text
+from ..text_files import check_writable, parse_lines, read_text
 from . import options as o
 
 eval_app = typer.Typer(help="Evaluate the served model.", no_args_is_help=True)
@@ -91,7 +91,9 @@ def generate(
 
     Prints BLEU, chrF, ROUGE, exact match and F1.
     """
-    import_libraries()  # fails here, not after minutes of answers
+    # Fails here, not after minutes of answers.
+    import_libraries()
+    check_writable({"--output": output})
     cases = parse_lines(read_text(file, "file"), file, Case)
     options: Options = o.given_options(context.params)
 

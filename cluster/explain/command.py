@@ -22,6 +22,7 @@ from ..arithmetic import make_cost
 from ..cli import options as o
 from ..service_url import ServiceAccess
 from ..store.store import BUILT_IN
+from ..text_files import check_writable
 from .cost import read_model_config
 from .gather import Subject, explain
 from .page import write_page
@@ -73,8 +74,7 @@ def explain_command(
     o.check_choice("--dtype", dtype, ITEM_BYTES)
     if device is not None:
         o.check_choice("--device", device, DEVICES)
-    if html is not None and not html.absolute().parent.is_dir():
-        raise InvalidArgument(f"there is no folder {html.absolute().parent}", "--html")
+    check_writable({"--html": html})
     options = o.given_options(context.params)
     with _open(service, model, dtype, device) as subject:
         found = explain(subject, prompt, options, num_candidates=candidates, recompute=recompute)
