@@ -20,14 +20,14 @@ from . import options as o
 
 eval_app = typer.Typer(help="Evaluate the served model.", no_args_is_help=True)
 
-Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="The number of concurrent requests.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 @eval_app.command()
 @o.service_options(GRPC_URL)
 def perplexity(
-    file: Annotated[Path, typer.Argument(help="A text in UTF-8.")],
+    file: Annotated[Path, typer.Argument(help="A text file in UTF-8.")],
     service: ServiceAccess,
     model: o.Model = None,
     window: Annotated[
@@ -78,12 +78,12 @@ def perplexity(
 def generate(
     context: typer.Context,
     file: Annotated[
-        Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")
+        Path, typer.Argument(help="JSONL with prompt or messages, and reference or references.")
     ],
     service: ServiceAccess,
     concurrency: Concurrency = 8,
     output: Annotated[
-        Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")
+        Path | None, typer.Option(help="Write the cases with their answers to this JSONL file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
