@@ -345,10 +345,10 @@ def test_awq_refuses_a_model_that_scaling_would_change(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--scheme", "int3"], "--scheme: must be one of int8, int4"),
-        (["--method", "smooth"], "--method: must be one of rtn, gptq, awq"),
+        (["--scheme", "int3"], "--scheme: must be one of int8, int4, got 'int3'"),
+        (["--method", "smooth"], "--method: must be one of rtn, gptq, awq, got 'smooth'"),
         (["--calibration", "text"], "--calibration: needs --method gptq or awq"),
-        (["--group-size", "12"], "--group-size: must be a multiple of 8"),
+        (["--group-size", "12"], "--group-size: must be a multiple of 8, got 12"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: list[str], reason: str) -> None:
