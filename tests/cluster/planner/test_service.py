@@ -318,6 +318,15 @@ def test_work_outside_the_measured_grid_is_refused() -> None:
         )
 
 
+def test_a_split_that_is_not_measured_is_refused_before_a_simulation() -> None:
+    reports: list[str] = []
+    workload = PlannedWorkload.poisson(1.0, 128, 8, 20, seed=0)
+    planner = Planner(MeasuredSite(make_profile(1, 2)), workload, OBJECTIVE, report=reports.append)
+    with pytest.raises(InvalidArgument, match="3 workers"):
+        planner.search(list_splits(3, [1]))
+    assert reports == []
+
+
 def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> None:
     profile = make_profile(1, 2)
     with pytest.raises(InvalidArgument, match=r"3 workers .* only 1 and 2.*--workers 3"):
