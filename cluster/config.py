@@ -91,9 +91,9 @@ class PeerTlsConfig(BaseModel):
     def _has_its_files(self) -> Self:
         files = (self.ca, self.certificate, self.key)
         if self.mode == "files" and None in files:
-            raise ValueError("peer_tls: mode files needs ca, certificate and key")
+            raise ValueError("peer_tls: mode: files needs ca, certificate and key")
         if self.mode != "files" and files != (None, None, None):
-            raise ValueError("peer_tls: ca, certificate and key need mode files")
+            raise ValueError("peer_tls: ca, certificate and key need mode: files")
         return self
 
 
@@ -327,7 +327,7 @@ class TandemConfig(BaseModel):
         for role, pool in self.pools.items():
             for setting in ("kv_host_gb", "kv_disk"):
                 if getattr(pool, setting) and not self.prefix_caching:
-                    raise ValueError(f"{role}.{setting}: needs prefix_caching")
+                    raise ValueError(f"{role}.{setting}: needs prefix_caching: true")
             if (pool.kv_disk is None) != (pool.kv_disk_gb == 0):
                 raise ValueError(f"{role}.kv_disk: must be set together with kv_disk_gb above 0")
             if pool.tp > 1 and pool.num_gpus != 1:
@@ -463,6 +463,8 @@ def _line(entry: Mapping[str, Any]) -> str:
             return str(entry["ctx"]["error"])
         case "missing":
             text = "missing"
+            if path == ("model",):
+                text += "; give a built-in name (`tandem model list`), a folder or a hub id"
         case "extra_forbidden":
             text = _same_in_pools(path) or f"unknown key{_suggestion(path)}"
         case "dict_type" | "model_type":

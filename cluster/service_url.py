@@ -11,9 +11,9 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -40,6 +40,8 @@ _HEALTH_STATUSES: Final = (200, 503)
 _OK: Final = 200
 _NOT_FOUND: Final = 404
 _NOT_HTTP: Final = "the answer is not HTTP"
+_NO_CONNECTION: Final = ("failed to connect", "DNS resolution failed")  # texts of gRPC begin so
+_START: Final = f"; start one with `tandem serve MODEL`, or give its address by {OPTION}"
 
 _T = TypeVar("_T")
 _Client = TypeVar("_Client")
@@ -68,6 +70,17 @@ class ServiceAccess:
     url: str
     api_key: str = field(default="", repr=False)
     tls: ClientTls = field(default_factory=ClientTls)
+
+    @contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        """Adds the address and a remedy to an error of gRPC that says only that no one answers."""
+        try:
+            yield
+        except Unavailable as error:
+            if not error.message.startswith(_NO_CONNECTION):
+                raise
+            text = f"no service answers at {self.url}: {error.message}{_START}"
+            raise Unavailable(text, error.retry_after) from None
 
     def connect(self, client: Callable[..., _Client]) -> _Client:
         """Returns a Client or an AsyncClient of the service's routers."""
@@ -255,7 +268,7 @@ class _Finder:
             return self._find_beside_ops(given, url, body.get("http_port"))
         if not urlsplit(url).path and (found := self._find_application(url, None)):
             return found
-        raise Unavailable(f"no service answers at {given}: Not Found")
+        raise Unavailable(f"no service answers at {given}: Not Found{_START}")
 
     def _find_beside_ops(self, given: str, url: str, http_port: object) -> FoundService:
         """Returns the service as the HTTP API on the host of this ops port tells it."""
@@ -294,7 +307,7 @@ class _Finder:
             raise Unavailable(f"no service answers at {url}: {_NOT_HTTP}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise Unavailable(f"no service answers at {url}: {reason}") from None
+            raise Unavailable(f"no service answers at {url}: {reason}{_remedy(reason)}") from None
         with suppress(ValueError, RecursionError):
             return status, json.loads(data)
         return status, None
@@ -325,6 +338,13 @@ def _without_page(url: str) -> str:
 
 def _needs_key(where: str) -> Unauthenticated:
     return Unauthenticated(f"the {where} needs an API key: TANDEM_API_KEY or --api-key-file")
+
+
+def _remedy(reason: object) -> str:
+    """Returns the end of an error about a service that does not answer for this reason."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return "; give the CA of its certificate by --tls-ca"
+    return "" if isinstance(reason, ssl.SSLError) else _START
 
 
 def _within(seconds: float, work: Callable[[], _T]) -> _T:

@@ -91,15 +91,20 @@ SETTINGS: Final = (
         name="prefill",
         keys=("prefill.replicas",),
         kind=int,
-        help="Prefill workers; 0 lets decode workers prefill.",
+        help="The number of prefill workers; with 0 the decode workers prefill.",
     ),
-    Setting(name="decode", keys=("decode.replicas",), kind=int, help="Decode workers."),
+    Setting(
+        name="decode",
+        keys=("decode.replicas",),
+        kind=int,
+        help="The number of decode workers; at least 1.",
+    ),
     Setting(
         name="routers",
         keys=("router.replicas",),
         vllm=("api_server_count",),
         kind=int,
-        help="Routers; by default 1 on a local Ray, one for each node on a cluster.",
+        help="The number of routers; by default 1 on a local Ray, one for each node on a cluster.",
     ),
     Setting(
         name="tp",
@@ -162,19 +167,19 @@ SETTINGS: Final = (
         name="state_slots",
         keys=_pools("state_slots"),
         kind=int,
-        help="States in that cache, of a model that keeps states; by default at most half of it.",
+        help="States in the KV cache, of a model that keeps states; by default at most half of it.",
     ),
     Setting(
         name="kv_disk",
         keys=_pools("kv_disk"),
         kind=Path,
-        help="A folder that keeps KV cache beyond a restart.",
+        help="A folder that keeps KV cache beyond a restart; needs --kv-disk-gb.",
     ),
     Setting(
         name="kv_disk_gb",
         keys=_pools("kv_disk_gb"),
         kind=float,
-        help="GiB of that folder for each worker.",
+        help="GiB of --kv-disk for each worker.",
     ),
     Setting(
         name="block_size",
@@ -188,7 +193,7 @@ SETTINGS: Final = (
         keys=("prefix_caching",),
         vllm=("enable_prefix_caching",),
         kind=bool,
-        help="Whether prompts reuse the KV cache of equal beginnings.",
+        help="Reuse the KV cache of earlier prompts with the same beginning.",
     ),
     Setting(
         name="max_sequences",
@@ -209,7 +214,7 @@ SETTINGS: Final = (
         keys=("speculative",),
         vllm=("speculative_config",),
         convert=_speculative,
-        help="How tokens are drafted: ngram, draft=MODEL, or vLLM's JSON.",
+        help="Speculative decoding: ngram, draft=MODEL, or vLLM's JSON.",
     ),
     Setting(name="device", keys=("device",), help="cpu or cuda."),
     Setting(
@@ -221,7 +226,7 @@ SETTINGS: Final = (
     Setting(
         name="numerics",
         keys=("numerics",),
-        help="exact: a token does not depend on its batch; or fast.",
+        help="exact (a token does not depend on its batch) or fast.",
     ),
     Setting(
         name="model_impl",
@@ -234,13 +239,13 @@ SETTINGS: Final = (
         keys=("context_tokens",),
         vllm=("max_model_len",),
         kind=int,
-        help="The longest prompt plus completion.",
+        help="The longest prompt plus completion, in tokens; by default the model's context.",
     ),
     Setting(
         name="generation_config",
         keys=("generation_config",),
         vllm=("generation_config",),
-        help="auto takes the model's own defaults of requests, or none.",
+        help="Defaults of requests: auto (of the model's generation_config.json) or none.",
     ),
     Setting(
         name="tool_call_parser",
@@ -290,7 +295,9 @@ SETTINGS: Final = (
         help="The name under which the model is served.",
     ),
     Setting(
-        name="name", keys=("name",), help="The service's name; keeps two apart on one cluster."
+        name="name",
+        keys=("name",),
+        help="The service's name; services on one cluster need different names.",
     ),
     Setting(
         name="host", keys=("host",), vllm=("host",), help="The interface that all servers bind."
@@ -334,7 +341,7 @@ SETTINGS: Final = (
         keys=("auth.allow_anonymous",),
         kind=bool,
         has_negation=False,
-        help="Serve without keys on any interface.",
+        help="Allow calls without a key, on any interface.",
     ),
     Setting(
         name="watermark_key",

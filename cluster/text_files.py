@@ -3,9 +3,11 @@
 Errors name the file and the line.
 """
 
+import os
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import yaml
 from pydantic import BaseModel
@@ -29,13 +31,40 @@ def read_text(path: Path, option: str) -> str:
         raise InvalidArgument(f"{path}: not UTF-8", option) from None
 
 
-def write_text(path: Path, text: str, option: str, mode: Literal["w", "a"] = "w") -> None:
-    """Writes or appends to the file that an option names. Raises InvalidArgument."""
+def write_text(path: Path, text: str, option: str) -> None:
+    """Writes the file that an option names. Raises InvalidArgument."""
     try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be written: {error.strerror}", option) from None
+
+
+def check_writable(files: Mapping[str, Path | None]) -> None:
+    """Raises InvalidArgument for the first file, by its option, that could not be written.
+
+    Writes nothing. Commands call it before they begin, so that no result of long work is lost.
+    """
+    for option, path in files.items():
+        if path is not None and (problem := _write_problem(path)):
+            raise InvalidArgument(f"{path} cannot be written: {problem}", option)
+
+
+def _write_problem(path: Path) -> str:
+    """Returns the reason why a file could not be written; empty if it probably could."""
+    folder = path.absolute().parent
+    try:
+        path.stat()
+    except FileNotFoundError:
+        if not folder.is_dir():
+            return f"there is no folder {folder}; create it first"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return f"you may not write into the folder {folder}"
+        return ""
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    if path.is_dir():
+        return "it is a folder; give the name of a file"
+    return "" if os.access(path, os.W_OK) else "you may not write to this file"
 
 
 def parse_lines(text: str, path: Path, line_type: type[_Line]) -> list[_Line]:

@@ -204,7 +204,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.planner.profile": ("cluster.sim", "workers.engine"),
         "cluster.planner": (
             "cluster: arithmetic bench cli.options config explain local planner.profile serve sim",
-            "cluster: scaling.config stop_signals store tables traces",
+            "cluster: scaling.config stop_signals store tables text_files traces",
             "router: client",
             "workers: engine host kv_cache serve tp",
             "workers.model: costs device footprint kv",

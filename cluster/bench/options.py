@@ -79,13 +79,13 @@ def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise InvalidArgument(f"has an invalid host or port: {url}", option) from None
+        raise InvalidArgument(f"must have a valid host and port, got {url}", option) from None
     if parts.scheme not in SCHEMES or not parts.hostname:
         raise InvalidArgument(
             f"must be grpc(s)://HOST:PORT or http(s)://HOST:PORT, got {url}", option
         )
     if parts.scheme in ("grpc", "grpcs") and port is None:
-        raise InvalidArgument(f"has no port: {url}", option)
+        raise InvalidArgument(f"must have a port, such as grpc://HOST:50051, got {url}", option)
     return ServerAddress(url=url.rstrip("/").removesuffix("/v1"), model=named or model)
 
 
@@ -127,10 +127,10 @@ def check_options(options: BenchOptions) -> BenchOptions:
     if is_trace and (load.concurrency, load.rate) != (None, None):
         raise InvalidArgument("has its own times; give neither --concurrency nor --rate", "--trace")
     if not is_trace and (load.concurrency is None) == (load.rate is None):
-        raise InvalidArgument("give either --concurrency or --rate", "load")
+        raise InvalidArgument("give either --concurrency or --rate, or --trace")
     has_end = workload.file is not None or is_trace
     if load.num_prompts is None and load.seconds is None and not has_end:
-        raise InvalidArgument("give --num-prompts or --seconds", "load")
+        raise InvalidArgument("give --num-prompts or --seconds")
     shared = workload.kind == "shared-prefix"
     bounds: tuple[tuple[str, float | None, float, float], ...] = (
         ("--concurrency", load.concurrency, 1, 100_000),
@@ -149,9 +149,11 @@ def check_options(options: BenchOptions) -> BenchOptions:
     )
     for option, number, low, high in bounds:
         if number is not None and not low <= number <= high:
-            raise InvalidArgument(f"must be from {low:g} to {high:g}", option)
+            raise InvalidArgument(f"must be from {low:g} to {high:g}, got {number}", option)
     if workload.kind not in WORKLOADS:
-        raise InvalidArgument(f"must be one of {', '.join(WORKLOADS)}", "--workload")
+        raise InvalidArgument(
+            f"must be one of {', '.join(WORKLOADS)}, got {workload.kind!r}", "--workload"
+        )
     if workload.prefix_len and not shared:
         raise InvalidArgument("needs --workload shared-prefix", "--prefix-len")
     if (workload.file is not None) != (workload.kind == "file"):

@@ -22,9 +22,12 @@ def batch(
     requests: Annotated[
         Path, typer.Argument(metavar="INPUT", help="JSONL in the format of OpenAI's batches.")
     ],
-    output: Annotated[Path, typer.Argument(help="JSONL; answers in it are kept.")],
+    output: Annotated[
+        Path, typer.Argument(help="A JSONL file for the answers; its lines are kept.")
+    ],
     model: Annotated[
-        str | None, typer.Option(help="Run this model here, named as for `tandem serve`.")
+        str | None,
+        typer.Option(help="Run this model in this process, named as for `tandem serve`."),
     ] = None,
     url: Annotated[
         str | None,
@@ -33,7 +36,9 @@ def batch(
             f"HTTP API; without --model by default {o.URL_VARIABLE}."
         ),
     ] = None,
-    tp: Annotated[int, typer.Option(help="With --model: processes that share the model.")] = 1,
+    tp: Annotated[
+        int, typer.Option(help="With --model: ranks (processes) that share the model.")
+    ] = 1,
     dtype: Annotated[
         str, typer.Option(help="With --model: float32, bfloat16 or float16.")
     ] = "bfloat16",
@@ -46,14 +51,17 @@ def batch(
         ),
     ] = None,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(help="With --model: the part of its GPU's memory for each process.")
+        float, typer.Option(help="With --model: the part of its GPU that a process may use.")
     ] = 0.9,
     context_tokens: Annotated[
-        int | None, typer.Option(help="With --model: the longest prompt plus completion.")
+        int | None,
+        typer.Option(help="With --model: the longest prompt plus completion, in tokens."),
     ] = None,
     max_sequences: Annotated[
         int | None,
-        typer.Option(help="With --model: sequences in one batch; by default 256, on CPUs 64."),
+        typer.Option(
+            help="With --model: sequences in one batch at most; by default 256, on CPUs 64."
+        ),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="With --model: the model's name in the requests.")
@@ -62,7 +70,7 @@ def batch(
         int, typer.Option(min=1, help="With --url: concurrent requests.")
     ] = _CONCURRENCY,
     patience: Annotated[
-        float, typer.Option(min=0, help="With --url: seconds to wait for a busy service.")
+        float, typer.Option(min=0, help="With --url: seconds to retry a request at a busy service.")
     ] = 600.0,
     api_key_file: o.ApiKeyFile = None,
     tls_ca: o.TlsCa = None,

@@ -23,7 +23,7 @@ from ..bench.options import (
 )
 from ..service_url import ServiceAccess
 from ..tables import table_console
-from ..text_files import write_text
+from ..text_files import check_writable, write_text
 from ..traces.read import TraceScale, parse_scale
 from . import options as o
 
@@ -70,7 +70,8 @@ def bench(
         ),
     ],
     model: Annotated[
-        str, typer.Option(help="The model's name; otherwise the first one served.")
+        str,
+        typer.Option(help="The model's name; by default the first model that the server lists."),
     ] = "",
     api_key_file: Annotated[
         Path | None,
@@ -79,36 +80,41 @@ def bench(
         ),
     ] = None,
     tls_ca: Annotated[
-        Path | None, typer.Option(help="The CA of the certificate of --url, in PEM.")
+        Path | None, typer.Option(help="A PEM file with the CA of the certificate of --url.")
     ] = None,
     peer: Annotated[
-        str, typer.Option(help="URL[=MODEL] of a second server: rounds in turn, ratios of medians.")
+        str,
+        typer.Option(
+            help="URL[=MODEL] of a second server, measured in turn with the first one; prints "
+            "ratios of medians."
+        ),
     ] = "",
     rounds: Annotated[
-        int | None, typer.Option(help="Rounds of each server; with a peer 3, else 1.")
+        int | None,
+        typer.Option(help="Rounds of each server; by default 3 with --peer, otherwise 1."),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: concurrent requests.")
+        int | None, typer.Option(help="Closed loop: the number of requests in progress.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests/s, with Poisson arrivals.")
+        float | None, typer.Option(help="Open loop: requests per second, with Poisson arrivals.")
     ] = None,
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            help="Requests in a round; by default until --seconds, or the file or trace once, or "
-            f"{DEFAULT_NUM_PROMPTS}."
+            help="Requests in a round; by default all that start within --seconds, or all of "
+            f"--file or --trace, otherwise {DEFAULT_NUM_PROMPTS}."
         ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="No request of a round starts after this number of seconds."),
+        typer.Option(help="Seconds of a round; then no request starts any more."),
     ] = None,
     warmup: Annotated[
         int, typer.Option(help="Requests before the first round, which are not measured.")
     ] = 1,
     timeout: Annotated[
-        float, typer.Option(help="The maximum of seconds for one request; a longer one fails.")
+        float, typer.Option(help="The maximum time of a request in seconds; then it fails.")
     ] = 300.0,
     trace: Annotated[
         Path | None,
@@ -124,34 +130,50 @@ def bench(
         float, typer.Option(help="Speed of a trace: 0.05 sends its requests 20 times as slowly.")
     ] = 1.0,
     workload: Annotated[
-        str, typer.Option(help="random, shared-prefix, file or trace; by default as given.")
+        str,
+        typer.Option(
+            help="random, shared-prefix, file or trace; by default random, or trace with --trace."
+        ),
     ] = "",
-    input_len: Annotated[int, typer.Option(help="Random tokens of a prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    input_len: Annotated[int, typer.Option(help="Random tokens of each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 128,
     prefix_len: Annotated[
-        int, typer.Option(help="shared-prefix: tokens before them that all prompts share.")
+        int,
+        typer.Option(
+            help="With --workload shared-prefix: tokens before them that all prompts share."
+        ),
     ] = 0,
     vocab_size: Annotated[
-        int, typer.Option(help="Random token ids are below; at most the model's vocabulary.")
+        int,
+        typer.Option(
+            help="Random token ids are below this number; at most the model's vocabulary."
+        ),
     ] = 8192,
     file: Annotated[
-        Path | None, typer.Option(help='file: lines of {"prompt": text or ids, "max_tokens": N}.')
+        Path | None,
+        typer.Option(
+            help='With --workload file: lines of {"prompt": text or ids, "max_tokens": N}.'
+        ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Generate --output-len tokens even past the end.")
+        bool,
+        typer.Option(help="Generate all --output-len tokens, also after an end-of-text token."),
     ] = True,
     seed: Annotated[
         int,
-        typer.Option(help="Same seed, same prompts (prefix caches may know them) and arrivals."),
+        typer.Option(
+            help="The seed of prompts and arrivals. A prefix cache may know prompts of a used seed."
+        ),
     ] = 0,
     slo: Annotated[
-        str, typer.Option(help="Limits for the goodput, as ttft=200ms,tpot=50ms,e2e=5s.")
+        str, typer.Option(help="Limits for the goodput, such as ttft=200ms,tpot=50ms,e2e=5s.")
     ] = "",
     json_to: Annotated[
         str, typer.Option("--json", help="Write all results to this file; - is stdout.")
     ] = "",
 ) -> None:
     """Measure a running service under load."""
+    check_writable({"--json": _file(json_to)})
     server = _find_server(url, model, o.read_api_key(api_key_file), tls_ca)
     addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
@@ -183,6 +205,11 @@ def bench(
     _run(check_options(options), json_to)
 
 
+def _file(json_to: str) -> Path | None:
+    """Returns the file that `--json` names, if it names one."""
+    return None if json_to in ("", "-") else Path(json_to)
+
+
 def _find_server(url: str, model: str, api_key: str, tls_ca: Path | None) -> ServerAddress:
     """Returns the API to measure, whose address may be told by a status page at `url`."""
     given = replace(parse_address(url, "--url", model), api_key=api_key, tls_ca=tls_ca)
@@ -201,12 +228,9 @@ def _run(options: BenchOptions, json_to: str) -> None:
         if options.rounds > 1 or len(options.addresses) > 1:
             typer.echo(f"round {number + 1} {address.url}: {round_line(summary)}", err=True)
 
-    file = None if json_to in ("", "-") else Path(json_to)
-    if file:
-        write_text(file, "", "--json", "a")  # fails here, not after a long measurement
     measured = asyncio.run(run_bench(options, report_round, partial(typer.echo, err=True)))
     results = json.dumps(to_json(options, measured), indent=2, default=str)
-    if file:
+    if (file := _file(json_to)) is not None:
         write_text(file, results + "\n", "--json")
     if json_to == "-":
         typer.echo(results)

@@ -33,7 +33,10 @@ def generate(
     context: typer.Context,
     service: ServiceAccess,
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; - or none: stdin.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="The text to continue; by default, or with -, read from stdin.", show_default=False
+        ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Continue the text of this file.")] = None,
     timeout: o.Timeout = None,
@@ -93,10 +96,10 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt: the argument, the text of a file or stdin. Raises InvalidArgument."""
     if file is not None:
         if prompt is not None:
-            raise InvalidArgument("must not be given together with another prompt", "file")
-        return read_text(file, "file")
+            raise InvalidArgument("must not be given together with another prompt", "--file")
+        return read_text(file, "--file")
     if prompt is None and sys.stdin.isatty():
-        raise InvalidArgument("missing; give a text, --file, or - to type one", "prompt")
+        raise InvalidArgument("missing; give a text, --file FILE, or - to type one", "prompt")
     return sys.stdin.read() if prompt in (None, "-") else prompt
 
 
@@ -177,7 +180,8 @@ def _lines(pages: dict[str, Any]) -> list[str]:
     rows.append(
         (
             "Grafana",
-            pages["grafana"] or "not known to Ray's dashboard (RAY_GRAFANA_HOST, no token)",
+            pages["grafana"]
+            or "not known; set RAY_GRAFANA_HOST and start Ray's dashboard without a token",
         )
     )
     lines = [f"{name + ':':15}{where}" for name, where in rows]

@@ -15,19 +15,19 @@ from ..eval.perplexity import Perplexity, measure_perplexity
 from ..eval.scores import import_libraries, score_texts
 from ..service_url import GRPC_URL, ServiceAccess
 from ..tables import progress_bar, table_console
-from ..text_files import parse_lines, read_text
+from ..text_files import check_writable, parse_lines, read_text
 from . import options as o
 
 eval_app = typer.Typer(help="Evaluate the served model.", no_args_is_help=True)
 
-Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="The number of concurrent requests.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 @eval_app.command()
 @o.service_options(GRPC_URL)
 def perplexity(
-    file: Annotated[Path, typer.Argument(help="A text in UTF-8.")],
+    file: Annotated[Path, typer.Argument(help="A text file in UTF-8.")],
     service: ServiceAccess,
     model: o.Model = None,
     window: Annotated[
@@ -78,12 +78,12 @@ def perplexity(
 def generate(
     context: typer.Context,
     file: Annotated[
-        Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")
+        Path, typer.Argument(help="JSONL with prompt or messages, and reference or references.")
     ],
     service: ServiceAccess,
     concurrency: Concurrency = 8,
     output: Annotated[
-        Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")
+        Path | None, typer.Option(help="Write the cases with their answers to this JSONL file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,7 +91,9 @@ def generate(
 
     Prints BLEU, chrF, ROUGE, exact match and F1.
     """
-    import_libraries()  # fails here, not after minutes of answers
+    # Fails here, not after minutes of answers.
+    import_libraries()
+    check_writable({"--output": output})
     cases = parse_lines(read_text(file, "file"), file, Case)
     options: Options = o.given_options(context.params)
 

@@ -32,7 +32,7 @@ _COUNTS: Final = {
 }
 _DIGITS: Final = 12  # of a digest; enough to identify its key
 
-KeysFile = Annotated[Path, typer.Argument(help="The file of keys.")]
+KeysFile = Annotated[Path, typer.Argument(help="The file of API keys.")]
 KeyName = Annotated[str, typer.Argument(help="The key's name.")]
 
 
@@ -45,21 +45,26 @@ def create_command(
     ] = None,
     max_priority: Annotated[int, typer.Option(help="The highest priority of its requests.")] = 0,
     requests_per_minute: Annotated[
-        int | None, typer.Option(help="The maximum of calls at each router.")
+        int | None, typer.Option(help="The maximum of calls a minute at each router.")
     ] = None,
     tokens_per_minute: Annotated[
         int | None,
-        typer.Option(help="The maximum of prompt and completion tokens at each router."),
+        typer.Option(help="The maximum of prompt and completion tokens a minute at each router."),
     ] = None,
     max_streams: Annotated[
         int | None, typer.Option(help="The maximum of concurrent calls at each router.")
     ] = None,
     operator: Annotated[
         bool,
-        typer.Option("--operator", help="Shows the requests of all tenants in the console."),
+        typer.Option(
+            "--operator", help="The key of an operator: it sees the requests of all tenants."
+        ),
     ] = False,
     expires: Annotated[
-        str | None, typer.Option(help="A date or time in ISO form; UTC without a zone.")
+        str | None,
+        typer.Option(
+            help="The date or time when it expires, such as 2027-01-31; UTC without a zone."
+        ),
     ] = None,
 ) -> None:
     """Add a key to FILE, which is made if it is missing, and print the key, which is not stored."""
@@ -105,7 +110,7 @@ def revoke_command(file: KeysFile, name: KeyName) -> None:
 def usage_command(
     service: ServiceAccess,
     since: Annotated[
-        str, typer.Option(help="The first day, as 2026-11-27 in UTC; by default this day.")
+        str, typer.Option(help="The first day in UTC, such as 2026-11-27; by default today.")
     ] = "",
     by_day: Annotated[bool, typer.Option("--by-day", help="Print a line for each day.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the days as JSON.")] = False,

@@ -52,20 +52,30 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="int8 or int4.")] = "int4",
     group_size: Annotated[
         int | None,
-        typer.Option(min=8, help="Inputs that share a scale: by default 64 in int4, all in int8."),
+        typer.Option(
+            min=8,
+            help="The number of inputs that share a scale, a multiple of 8; by default 64 with "
+            "int4, all inputs with int8.",
+        ),
     ] = None,
     method: Annotated[
         str,
-        typer.Option(help="rtn: round to nearest; gptq, awq: calibrate the layers with a text."),
+        typer.Option(
+            help="rtn (round to nearest), or gptq or awq, which use --calibration and are slower."
+        ),
     ] = "rtn",
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="A text for gptq or awq, like later prompts; by default docstrings of Python."
+            help="A file with text like later prompts, for gptq and awq; by default docstrings of "
+            "Python."
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A text for perplexity; by default Python's reference.")
+        Path | None,
+        typer.Option(
+            help="A file with text on which perplexity is measured; by default Python's reference."
+        ),
     ] = None,
 ) -> None:
     """Quantize the linear weights of MODEL and print the perplexity of a text before and after.
@@ -78,7 +88,8 @@ def quantize(
     if method == "rtn" and calibration is not None:
         raise InvalidArgument("needs --method gptq or awq", "--calibration")
     if group_size is not None and group_size % 8:
-        raise InvalidArgument("must be a multiple of 8", "--group-size")
+        raise InvalidArgument(f"must be a multiple of 8, got {group_size}", "--group-size")
+    _check_new_folder(out)
     seen = None
     if method != "rtn":
         seen = (
@@ -87,14 +98,13 @@ def quantize(
     measured = _python_reference() if text is None else read_text(text, "--text")
     folder = resolve_model(model)
     # With torch, which takes a second.
-    from ..store.quantize import BITS, QuantizationScheme, quantize_model
+    from ..store.quantize import BITS, QuantizationScheme, quantize_model, roundable_weights
 
     if group_size is None and scheme == "int4":
         group_size = _GROUP_SIZE
     made = QuantizationScheme(bits=BITS[scheme], group_size=group_size)
-    if out.exists():
-        raise InvalidArgument(f"{out} exists", "OUT")
-    # First: a text that cannot be measured is refused before hours of work.
+    # First: a model or a text that cannot be used is refused before hours of work.
+    roundable_weights(folder, made)
     before = _perplexity(folder, measured)
     with progress_bar("layers") as update:
         quantize_model(
@@ -111,6 +121,17 @@ def quantize(
         f"{out}: {scheme}, {method}: perplexity {before:.3f} before, {after:.3f} after "
         f"({change:+.2f} %)"
     )
+
+
+def _check_new_folder(out: Path) -> None:
+    """Raises InvalidArgument if the folder exists or cannot be made."""
+    if out.exists():
+        raise InvalidArgument(f"{out} exists; give a folder that does not exist", "OUT")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise InvalidArgument(
+            f"{out} cannot be made: {above} is not a folder that you may write into", "OUT"
+        )
 
 
 def _perplexity(folder: Path, text: str) -> float:

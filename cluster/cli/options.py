@@ -30,14 +30,18 @@ ApiKeyFile = Annotated[
 ]
 TlsCa = Annotated[
     Path | None,
-    typer.Option(help="The CA of the service's certificate, in PEM.", show_default=False),
+    typer.Option(help="A PEM file with the CA of the service's certificate.", show_default=False),
 ]
 _TlsCertificate = Annotated[
     Path | None,
-    typer.Option(help="Our own certificate, for a service that demands one.", show_default=False),
+    typer.Option(
+        help="A PEM file with your certificate, for a service that demands one.",
+        show_default=False,
+    ),
 ]
 _TlsKey = Annotated[
-    Path | None, typer.Option(help="The key of our own certificate.", show_default=False)
+    Path | None,
+    typer.Option(help="A PEM file with the key of --tls-certificate.", show_default=False),
 ]
 _Url = Annotated[
     str,
@@ -49,11 +53,13 @@ _Url = Annotated[
 ]
 _Target = Annotated[str | None, typer.Option(hidden=True)]  # an older name of --url
 Model = Annotated[
-    str | None, typer.Option(help="A served model; may be absent if there is only one.")
+    str | None, typer.Option(help="A model that the service serves; not needed if it serves one.")
 ]
-Timeout = Annotated[float | None, typer.Option(help="The maximum of seconds for the request.")]
+Timeout = Annotated[
+    float | None, typer.Option(help="The maximum time of the request in seconds; then it fails.")
+]
 ShowTimeline = Annotated[
-    bool, typer.Option("--timeline", help="Print the time of each part on stderr.")
+    bool, typer.Option("--timeline", help="Print the time of each part of a request on stderr.")
 ]
 
 _TYPES: Final = {
@@ -117,7 +123,8 @@ def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., N
                 api_key=read_api_key(given["api_key_file"]),
                 tls=tls,
             )
-            command(service=service, **{name: given[name] for name in own})
+            with service.explained_errors():
+                command(service=service, **{name: given[name] for name in own})
 
         return _with_parameters(command, run, [*own.values(), *added])
 
@@ -207,13 +214,13 @@ def read_api_key(file: Path | None) -> str:
     """
     if file is None:
         return os.environ.get(API_KEY_VARIABLE, "")
-    return read_text(file, "api-key-file").strip()
+    return read_text(file, "--api-key-file").strip()
 
 
 def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
     """Raises InvalidArgument, which names the option, for a value that is not a choice."""
     if value not in choices:
-        raise InvalidArgument(f"must be one of {', '.join(choices)}", option)
+        raise InvalidArgument(f"must be one of {', '.join(choices)}, got {value!r}", option)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:

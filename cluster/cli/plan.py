@@ -50,7 +50,8 @@ plan_app.command("service")(service_command)
 def memory_command(
     model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
     tp: Annotated[
-        list[int] | None, typer.Option(help="Ranks; may be given several times, for several rows.")
+        list[int] | None,
+        typer.Option(help="Ranks of a worker; may be given several times, for several rows."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
@@ -65,20 +66,21 @@ def memory_command(
     ] = "auto",
     device: Annotated[str, typer.Option(help="The device of the service, cpu or cuda.")] = "cpu",
     numerics: Annotated[
-        str, typer.Option(help="As in the service's configuration: exact or fast.")
+        str, typer.Option(help="exact (a token does not depend on its batch) or fast.")
     ] = "fast",
     draft_model: Annotated[
         str | None, typer.Option(help="The MODEL of `tandem serve --speculative draft=MODEL`.")
     ] = None,
     gpu_memory_gb: Annotated[
-        float | None, typer.Option(help="GiB of memory of each rank's device.")
+        float | None,
+        typer.Option(help="GiB of memory of each rank's device; shows how many sequences fit."),
     ] = None,
     gpu_memory_utilization: Annotated[
         float,
         typer.Option(
             "--gpu-memory-utilization",
             "--utilization",
-            help="The part of that memory that a rank may use.",
+            help="The part of --gpu-memory-gb that a rank may use.",
         ),
     ] = 0.9,
     num_gpus: Annotated[
@@ -90,15 +92,17 @@ def memory_command(
     ] = None,
     state_slots: Annotated[
         int | None,
-        typer.Option(help="States in that cache; by default at most half of it."),
+        typer.Option(
+            help="States in the KV cache, if the model keeps states; by default at most half of it."
+        ),
     ] = None,
     max_sequences: Annotated[
         int | None,
-        typer.Option(help="The maximum of sequences in one batch; it bounds the states."),
+        typer.Option(help="The maximum of sequences in one batch, which bounds the states."),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
     context_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence; by default the model's context.")
+        int | None, typer.Option(help="Tokens of each sequence; by default the model's context.")
     ] = None,
 ) -> None:
     """Show the memory of MODEL on each rank: weights, KV cache per token, tokens that fit.
@@ -196,15 +200,16 @@ def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
 def check(
     model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
     tp: Annotated[
-        list[int] | None, typer.Option(help="Ranks; may be given several times, for several rows.")
+        list[int] | None,
+        typer.Option(help="Ranks of a worker; may be given several times, for several rows."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     model_impl: Annotated[
-        str, typer.Option(help="auto, tandem or transformers; see docs/transformers.md.")
+        str, typer.Option(help="The code that computes: auto, tandem or transformers.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="The device of the service, cpu or cuda.")] = "cpu",
     numerics: Annotated[
-        str, typer.Option(help="As in the service's configuration: exact or fast.")
+        str, typer.Option(help="exact (a token does not depend on its batch) or fast.")
     ] = "fast",
 ) -> None:
     """Tell if MODEL would run: its code, its size, its context, and the memory on each rank.
@@ -316,4 +321,4 @@ def _runs(numbers: Iterable[int]) -> str:
 
 def _check(option: str, number: float | None, low: float, high: float) -> None:
     if number is not None and not low <= number <= high:
-        raise InvalidArgument(f"must be from {low} to {high}", option)
+        raise InvalidArgument(f"must be from {low} to {high}, got {number}", option)

@@ -23,7 +23,7 @@ def drain(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="A worker's id, a host for all workers with its address, or all.",
+            help="A worker's id, a host (for all its workers), or all.",
         ),
     ],
     service: ServiceAccess,
@@ -32,12 +32,14 @@ def drain(
         typer.Option(
             min=0.0,
             max=MAX_WAIT_SECONDS,
-            help="Seconds to wait for the requests of the workers.",
+            help="Seconds to wait until the workers have no requests.",
         ),
     ] = 30.0,
     identity: Annotated[
         Path | None,
-        typer.Option(help="The service's identity; by default the file that `tandem serve` wrote."),
+        typer.Option(
+            help="The file of the service's identity; default: as `tandem serve` kept it."
+        ),
     ] = None,
 ) -> None:
     """Make workers refuse new requests, and wait until they have no requests.
@@ -49,20 +51,26 @@ def drain(
     url, found = service.status()
     workers = [worker for worker in found["workers"] if worker_name in _names(worker)]
     if not workers:
-        raise NotFound(f"no worker is {worker_name}")
+        raise NotFound(
+            f"TARGET: no worker has the id or the host {worker_name}; `tandem status` lists them"
+        )
     addresses = [worker["address"] for worker in workers]
     own = _identity(url, found, identity)
     counts = asyncio.run(drain_workers(addresses, timeout, own))
     for worker, count in zip(workers, counts, strict=True):
         typer.echo(f"{worker['id']}: {'no answer' if count is None else f'{count} requests left'}")
     if any(count != 0 for count in counts):
-        raise Unavailable("not every worker is drained")
+        raise Unavailable(
+            "not every worker is drained; run the command again, with a longer --timeout"
+        )
 
 
 @o.service_options(STATUS_URL)
 def role(
     worker_id: Annotated[str, typer.Argument(metavar="WORKER", help="A worker's id.")],
-    wanted: Annotated[PoolRole, typer.Argument(metavar="ROLE", help="prefill or decode.")],
+    wanted: Annotated[
+        PoolRole, typer.Argument(metavar="ROLE", help="The new role: prefill or decode.")
+    ],
     service: ServiceAccess,
     timeout: Annotated[
         float,
@@ -72,7 +80,9 @@ def role(
     ] = SWITCH_SECONDS,
     identity: Annotated[
         Path | None,
-        typer.Option(help="The service's identity; by default the file that `tandem serve` wrote."),
+        typer.Option(
+            help="The file of the service's identity; default: as `tandem serve` kept it."
+        ),
     ] = None,
 ) -> None:
     """Make a worker prefill or decode.
@@ -84,14 +94,16 @@ def role(
     url, found = service.status()
     known = {worker["id"]: worker for worker in found["workers"]}
     if worker_id not in known:
-        raise NotFound(f"no worker is {worker_id}")
+        raise NotFound(f"WORKER: no worker has the id {worker_id}; `tandem status` lists them")
     others = [
         each
         for each in known.values()
         if each["id"] != worker_id and (each["role"], each["state"]) == ("decode", "ready")
     ]
     if wanted == "prefill" and not others:
-        raise InvalidArgument("no other worker decodes; make one decode first", "WORKER")
+        raise InvalidArgument(
+            "no other worker decodes; make one decode first: `tandem role OTHER decode`", "WORKER"
+        )
     own = _identity(url, found, identity)
     began = time.monotonic()
     left = asyncio.run(switch_worker(known[worker_id]["address"], wanted, timeout, own))

@@ -71,4 +71,4 @@ def write_completions(path: Path, cases: Sequence[Case], completions: Sequence[C
         given = case.model_dump(exclude_unset=True)
         given |= {"text": completion.text, "finish_reason": completion.finish_reason}
         lines.append(json.dumps(given, ensure_ascii=False) + "\n")
-    write_text(path, "".join(lines), "output")
+    write_text(path, "".join(lines), "--output")

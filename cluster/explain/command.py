@@ -22,6 +22,7 @@ from ..arithmetic import make_cost
 from ..cli import options as o
 from ..service_url import ServiceAccess
 from ..store.store import BUILT_IN
+from ..text_files import check_writable
 from .cost import read_model_config
 from .gather import Subject, explain
 from .page import write_page
@@ -42,10 +43,12 @@ _MEASURED_ROWS: Final = 512  # rows of the measured matrix products
 def explain_command(
     context: typer.Context,
     service: ServiceAccess,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     model: Annotated[
         str | None,
-        typer.Option(help=f"As for `tandem serve`; by default {_DEMO}, or the model of --url."),
+        typer.Option(
+            help=f"A model, named as for `tandem serve`; by default {_DEMO}, or the model of --url."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     candidates: Annotated[
@@ -57,7 +60,10 @@ def explain_command(
     ] = True,
     device: Annotated[
         str | None,
-        typer.Option(help="Floors of this GPU of `tandem plan cost`, not of this machine."),
+        typer.Option(
+            help="Compare times with the limits of this GPU instead of this machine: "
+            f"{', '.join(DEVICES)}."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[
@@ -73,8 +79,7 @@ def explain_command(
     o.check_choice("--dtype", dtype, ITEM_BYTES)
     if device is not None:
         o.check_choice("--device", device, DEVICES)
-    if html is not None and not html.absolute().parent.is_dir():
-        raise InvalidArgument(f"there is no folder {html.absolute().parent}", "--html")
+    check_writable({"--html": html})
     options = o.given_options(context.params)
     with _open(service, model, dtype, device) as subject:
         found = explain(subject, prompt, options, num_candidates=candidates, recompute=recompute)
@@ -123,8 +128,8 @@ def _open_service(
 ) -> Iterator[Subject]:
     if device is None and not is_loopback(urlsplit(service.url).hostname or ""):
         raise InvalidArgument(
-            "must name the GPU of a service on another machine, whose floors cannot be measured "
-            "from here",
+            "must name the GPU of a service on another machine, because its limits cannot be "
+            f"measured from here; one of {', '.join(DEVICES)}",
             "--device",
         )
     name = model or str(service.status()[1]["model"])

@@ -56,16 +56,21 @@ def cost_command(
     ] = "auto",
     device: Annotated[
         list[str] | None,
-        typer.Option(help=f"May be given several times; default: all of {', '.join(DEVICES)}."),
+        typer.Option(
+            help="A device to compute times for; may be given several times. Default: all of "
+            f"{', '.join(DEVICES)}."
+        ),
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s of a device of your own; with --rate.")
+        float | None,
+        typer.Option(help="GB/s of memory of a device that is not in the list; needs --rate."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="TFLOP/s of a device of your own; with --bandwidth.")
+        float | None,
+        typer.Option(help="TFLOP/s of a device that is not in the list; needs --bandwidth."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measures this machine; takes seconds.")
+        bool, typer.Option("--measure", help="Measure the limits of this machine; takes seconds.")
     ] = False,
     profile: Annotated[
         Path | None,

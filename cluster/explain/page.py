@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from ...proto.errors import InvalidArgument
 from ...workers.model.costs.report import WorkReport
+from ..text_files import write_text
 from .cost import summary
 from .record import Explanation, Step, TokenCandidate
 from .text import percent, prefill_text, shape, total_lines
@@ -21,10 +21,7 @@ _BAR: Final = 150  # the width of a candidate's bar at 100 %
 
 def write_page(found: Explanation, path: Path) -> None:
     """Writes the page to a file. Raises InvalidArgument if the file cannot be written."""
-    try:
-        path.write_text(render_page(found), encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror}", "--html") from error
+    write_text(path, render_page(found), "--html")
 
 
 def render_page(found: Explanation) -> str:

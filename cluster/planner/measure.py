@@ -31,7 +31,6 @@ from .process import Answer, MeasuredProcess, ProcessSpec, run_process
 from .profile import Profile, ProfiledBudgets, RouterProfile, TransferProfile, WorkerProfile
 from .service_load import ServiceLoad, ServiceTimes
 
-LEAST_SECONDS: Final = 5.0
 _STEPS_SHARE: Final = 0.75  # of the time, for steps; the rest is for a service
 _GRID_SHARE: Final = 0.85  # of the time for steps, for the grid; the rest is for contention
 _PROBE: Final = 4  # every fourth scenario tells the contention
@@ -54,10 +53,10 @@ def measure_profile(
     Ray cluster, whose nodes are other machines, and KeyboardInterrupt at SIGINT and SIGTERM, after
     all processes have ended.
     """
-    if seconds < LEAST_SECONDS:
-        raise InvalidArgument(f"must be at least {LEAST_SECONDS:g}, got {seconds:g}", "--seconds")
     if prepare_ray_environment(None) is not None:
-        raise InvalidArgument("this machine is measured; unset RAY_ADDRESS", "address")
+        raise InvalidArgument(
+            "must be unset: the measurement starts its own Ray on this machine", "RAY_ADDRESS"
+        )
     measurement = _Measurement(config, folder, context_tokens, report)
     with stopped_by_signals():
         return measurement.run(workers, seconds / len(workers))

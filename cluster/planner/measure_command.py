@@ -1,6 +1,6 @@
 """`tandem plan measure`: measures a model on this machine and writes a profile."""
 
-import os
+import math
 from pathlib import Path
 from typing import Annotated, Final, get_args
 
@@ -11,9 +11,11 @@ from ...workers.kv_cache.layout import ITEM_BYTES
 from ..cli.options import check_choice
 from ..config import KvCacheDtype, Quantization, load_config
 from ..store.checked import checked_folder
+from ..text_files import check_writable, write_text
 from .profile import describe_fit
 
 DEFAULT_CONTEXT: Final = 4096
+_LEAST_SECONDS: Final = 5.0
 _MAX_WORKERS: Final = 64
 
 
@@ -21,20 +23,23 @@ def measure_command(
     model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
     seconds: Annotated[
         float,
-        typer.Option(help="Time of the measurement, besides the starts of workers and services."),
+        typer.Option(
+            help=f"Seconds to measure, at least {_LEAST_SECONDS:g}. Starts of workers and services "
+            "take more time."
+        ),
     ] = 60.0,
-    out: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option(help="The file for the profile.")] = Path("profile.json"),
     workers: Annotated[
         list[int] | None,
         typer.Option(
-            help="Workers that share this machine; may be given several times. Default: 1 and 2 on "
-            "CPUs, 1 on GPUs."
+            help="Workers that share this machine; may be given several times, for several "
+            "numbers. Default: 1 and 2 on CPUs, 1 on GPUs."
         ),
     ] = None,
     context_tokens: Annotated[
         int, typer.Option(help="Tokens of the longest sequence to measure.", min=64, max=1_048_576)
     ] = DEFAULT_CONTEXT,
-    tp: Annotated[int, typer.Option(help="Ranks of a worker.", min=1, max=64)] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks of each worker.", min=1, max=64)] = 1,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights: int8, int4 or fp8.")
@@ -57,11 +62,11 @@ def measure_command(
     check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
     if quantization is not None:
         check_choice("--quantization", quantization, get_args(Quantization))
+    check_seconds(seconds, "--seconds")
     numbers = workers or ([1, 2] if device == "cpu" else [1])
     if not all(1 <= each <= _MAX_WORKERS for each in numbers):
         raise InvalidArgument(f"must be from 1 to {_MAX_WORKERS}", "--workers")
-    if not os.access(out.parent, os.W_OK):
-        raise InvalidArgument(f"the folder of {out} cannot be written", "--out")
+    check_writable({"--out": out})
     config = load_config(
         overrides={
             "model": model,
@@ -84,7 +89,7 @@ def measure_command(
         context_tokens=context_tokens,
         report=lambda line: typer.echo(line, err=True),
     )
-    out.write_text(profile.model_dump_json(indent=1) + "\n")
+    write_text(out, profile.model_dump_json(indent=1) + "\n", "--out")
     for worker in profile.workers:
         typer.echo(describe_fit(worker))
         if worker.workers > 1:
@@ -108,3 +113,11 @@ def measure_command(
             f"{profile.transfer.bytes_per_second / 1e9:.3g} GB/s"
         )
     typer.echo(f"wrote {out}")
+
+
+def check_seconds(seconds: float, option: str) -> None:
+    """Raises InvalidArgument, which names the option, for a time too short to measure."""
+    if not _LEAST_SECONDS <= seconds < math.inf:
+        raise InvalidArgument(
+            f"must be at least {_LEAST_SECONDS:g} seconds, got {seconds:g}", option
+        )

@@ -128,10 +128,12 @@ class Profile(BaseModel):
         for each in self.workers:
             if each.workers == num_workers or self.device != "cpu":
                 return each
-        measured = " and ".join(str(each.workers) for each in self.workers)
+        numbers = {each.workers for each in self.workers}
+        measured = " and ".join(map(str, sorted(numbers)))
+        options = " ".join(f"--workers {number}" for number in sorted({*numbers, num_workers}))
         raise InvalidArgument(
-            f"{num_workers} workers on this machine are not measured, only {measured}; run "
-            f"tandem plan measure with --workers {num_workers}",
+            f"{num_workers} workers on this machine are not measured, only {measured}; lower "
+            f"--devices, or run `tandem plan measure MODEL {options}`",
             "--profile",
         )
 
@@ -140,7 +142,9 @@ class Profile(BaseModel):
         worker = self.worker(num_prefill + num_decode)
         if num_prefill and self.transfer is None:
             raise InvalidArgument(
-                "has no measured transfer; run tandem plan measure with --workers 2", "--profile"
+                "has no measured transfer of KV cache; run `tandem plan measure MODEL --workers 1 "
+                "--workers 2`",
+                "--profile",
             )
         steps = worker.costs()
         found = ServiceCosts(prefill=steps, decode=steps, contention=worker.contention)
@@ -173,7 +177,9 @@ def read_profile(path: Path) -> Profile:
         raise InvalidArgument(f"{path}: {where}: {first['msg']}", "--profile") from None
     if profile.format != FORMAT:
         raise InvalidArgument(
-            f"{path}: format {profile.format}, expected {FORMAT}; measure again", "--profile"
+            f"{path}: has format {profile.format}, expected {FORMAT}; run `tandem plan measure` "
+            "again",
+            "--profile",
         )
     return profile
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -221,17 +222,22 @@ def _result_json(outcome: RateResult | None) -> dict[str, Any]:
     }
 
 
+def check_plotting() -> None:
+    """Raises InvalidArgument if matplotlib, which `draw_rates` needs, is not installed."""
+    if find_spec("matplotlib") is None:
+        raise InvalidArgument("needs matplotlib: pip install 'tandem-llm[bench]'", "--plot")
+
+
 def draw_rates(
     curves: Mapping[str, Sequence[RateResult]], objective: Objective, path: Path
 ) -> None:
-    """Draws TTFT, TPOT and attainment over the rate as a PNG. Raises InvalidArgument.
+    """Draws TTFT, TPOT and attainment over the rate as a PNG.
 
-    `curves`: by the name of each split. Saturated rates are left out.
+    `curves`: by the name of each split. Saturated rates are left out. Needs matplotlib: see
+    `check_plotting`. Raises InvalidArgument if the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InvalidArgument("needs matplotlib: pip install tandem-llm[bench]", "--plot") from None
+    from matplotlib.figure import Figure  # takes half a second, and only a plot needs it
+
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots(1, 3)
     for axis, name in zip(axes, ("ttft", "tpot"), strict=False):
@@ -262,4 +268,7 @@ def draw_rates(
         axis.set_xlabel("requests/s")
         axis.set_ylim(bottom=0)
         axis.legend(fontsize="small")
-    figure.savefig(path, format="png", dpi=110)
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be written: {error.strerror}", "--plot") from None

@@ -105,7 +105,10 @@ class Planner:
         ordered = sorted(splits, key=self.site.num_devices)
         found: list[SplitPlan] = []
         for _, group in groupby(ordered, key=self.site.num_devices):
-            plans = [self._at_given_rate(split) for split in group]
+            candidates = list(group)
+            for split in candidates:
+                self._checked_service(split)  # fails here, not after minutes of simulation
+            plans = [self._at_given_rate(split) for split in candidates]
             if any(each.meets(self.objective) for each in plans):
                 return [*found, *self._with_knees(plans)]
             found += plans
@@ -138,8 +141,7 @@ class Planner:
 
     def _at_given_rate(self, split: Split) -> SplitPlan:
         """Returns a plan without knee. Simulates nothing if the bound is below the given rate."""
-        service, costs = self._service(split)
-        check_measured(split, service, costs, self.workload)
+        service, costs = self._checked_service(split)
         bound = rate_bound(service, costs, self.workload)
         rate = self.workload.rate
         if rate < bound:
@@ -217,6 +219,12 @@ class Planner:
             is_saturated=result.seconds - arrivals > alone + allowed,
             result=result,
         )
+
+    def _checked_service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
+        """Returns a split's service and costs. Raises InvalidArgument if it is not measured."""
+        service, costs = self._service(split)
+        check_measured(split, service, costs, self.workload)
+        return service, costs
 
     def _service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
         if split not in self._services:

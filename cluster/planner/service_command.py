@@ -5,8 +5,7 @@ Starts a service only to measure this machine (`--measure`).
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,6 +20,7 @@ from ..cli.options import check_choice
 from ..config import TandemConfig, load_config
 from ..explain.cost import read_model_config
 from ..tables import table_console
+from ..text_files import check_writable, write_text
 from ..traces.prompts import describe_trace
 from ..traces.read import TraceScale, parse_scale, read_trace
 from .changes import (
@@ -33,10 +33,12 @@ from .changes import (
     unchanged,
     with_faults,
 )
+from .measure_command import check_seconds
 from .profile import Profile, read_profile
 from .report import (
     Autoscaling,
     autoscaling_line,
+    check_plotting,
     draw_rates,
     fault_line,
     plan_json,
@@ -49,8 +51,11 @@ from .search import Planner, RateResult, SplitPlan, best_knee, choose, list_spli
 from .site import ArithmeticSite, MeasuredSite, Site
 from .workload import Objective, PlannedWorkload
 
+_LEAST_REQUESTS: Final = 10
 _MAX_REQUESTS: Final = 1_000_000
 _MAX_DEVICES: Final = 1_024
+_DEVICES: Final = 8  # of arithmetic, without --devices
+_MEASURED_WORKERS: Final = (1, 2)  # by --measure
 _MAX_SECONDS: Final = 86_400.0
 _PLOTTED: Final = 6  # rates of each curve
 _CHANGE: Final = 0.1
@@ -59,57 +64,97 @@ _CHANGE: Final = 0.1
 def service_command(
     model: Annotated[str, typer.Argument(help="A model, named as for `tandem serve`.")],
     slo: Annotated[
-        str, typer.Option(help="The objective of each request, such as ttft=1s,tpot=60ms.")
+        str,
+        typer.Option(
+            help="Limits of ttft, tpot and e2e (the whole request), such as ttft=1s,tpot=60ms."
+        ),
     ],
     attainment: Annotated[
-        float, typer.Option(help="The share of the requests that must meet it.")
+        float, typer.Option(help="The share of the requests that must meet --slo; between 0 and 1.")
     ] = 0.95,
     rate: Annotated[
-        float | None, typer.Option(help="Requests/s, of a Poisson process; of a trace: its own.")
+        float | None,
+        typer.Option(
+            help="Requests per second, with Poisson arrivals. With --trace: the default is the "
+            "rate of the trace."
+        ),
     ] = None,
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 512,
-    output_len: Annotated[int, typer.Option(help="Tokens of an output.", min=1)] = 128,
+    input_len: Annotated[
+        int, typer.Option(help="Tokens of each prompt, without --trace.", min=1)
+    ] = 512,
+    output_len: Annotated[
+        int, typer.Option(help="Tokens of each output, without --trace.", min=1)
+    ] = 128,
     trace: Annotated[
-        Path | None, typer.Option(help="A trace, as for `tandem bench --trace`.")
+        Path | None,
+        typer.Option(help="Take times and lengths from a trace, as `tandem bench --trace`."),
     ] = None,
-    length_scale: Annotated[str, typer.Option(help="A factor for the trace's lengths.")] = "1",
-    speed: Annotated[float, typer.Option(help="Divides the trace's times.")] = 1.0,
+    length_scale: Annotated[
+        str, typer.Option(help="With --trace: the scale of its lengths, such as 1/8.")
+    ] = "1",
+    speed: Annotated[
+        float, typer.Option(help="With --trace: 0.05 makes it run 20 times as slowly.")
+    ] = 1.0,
     requests: Annotated[
-        int, typer.Option(help="Simulated requests; of a trace: its first ones.")
+        int,
+        typer.Option(
+            help=f"Requests to simulate, from {_LEAST_REQUESTS} to {_MAX_REQUESTS:,}; the first "
+            "ones of a trace."
+        ),
     ] = 400,
     devices: Annotated[
         int | None,
         typer.Option(
-            help="Devices at most; on CPUs: workers, which share the machine.",
+            help="The maximum of devices; on CPUs of workers, which share the machine. Default: "
+            f"all that were measured, {_DEVICES} with --device.",
             min=1,
             max=_MAX_DEVICES,
         ),
     ] = None,
-    tp: Annotated[str, typer.Option(help="Ranks of a worker, such as 1,2,4.")] = "1",
-    profile: Annotated[Path | None, typer.Option(help="A file of `tandem plan measure`.")] = None,
+    tp: Annotated[
+        str, typer.Option(help="Numbers of ranks of a worker to try, such as 1,2,4.")
+    ] = "1",
+    profile: Annotated[
+        Path | None, typer.Option(help="Take the costs from this file of `tandem plan measure`.")
+    ] = None,
     measure: Annotated[
-        str | None, typer.Option(help="Measure this machine first, for a time such as 60s.")
+        str | None,
+        typer.Option(help="Measure the costs on this machine first, for a time such as 60s."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help=f"Arithmetic for a device: {', '.join(DEVICES)}.")
+        str | None,
+        typer.Option(help=f"Compute the costs for this device: {', '.join(DEVICES)}."),
     ] = None,
     faults: Annotated[
         list[str] | None,
         typer.Option(
-            help="Workers that die: 'kill decode every 60s' or 'kill prefill at 30s'. May be given "
-            "several times, and have several with commas."
+            help="Kill simulated workers: 'kill decode every 60s' or 'kill prefill at 30s'. May be "
+            "given several times, or with several faults between commas."
         ),
     ] = None,
-    restart: Annotated[str, typer.Option(help="The time in which a worker starts.")] = "30s",
+    restart: Annotated[
+        str, typer.Option(help="The time that a worker takes to start, such as 30s.")
+    ] = "30s",
     autoscale: Annotated[
         bool,
-        typer.Option("--autoscale", help="Also simulate the workers as an autoscaled maximum."),
+        typer.Option(
+            "--autoscale", help="Also simulate autoscaling, with the found workers as the maximum."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.", min=0)] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="A file for JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A file for a PNG.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of arrivals and prompts.", min=0)] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the plan and all requests to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw TTFT, TPOT and attainment over the rate into this PNG file; needs "
+            "matplotlib."
+        ),
+    ] = None,
     write: Annotated[
-        Path | None, typer.Option(help="A file for the configuration of `tandem serve`.")
+        Path | None,
+        typer.Option(help="Write the found workers to this file, for `tandem serve --config`."),
     ] = None,
 ) -> None:
     """Find the prefill and decode workers that serve MODEL at a rate within an objective.
@@ -120,9 +165,11 @@ def service_command(
     the highest rate at which it meets the objective.
     """
     objective = _objective(slo, attainment)
-    if not 10 <= requests <= _MAX_REQUESTS:
-        raise InvalidArgument(f"must be from 10 to {_MAX_REQUESTS}", "--requests")
-    _check_folders({"--json": json_file, "--plot": plot, "--write": write})
+    if not _LEAST_REQUESTS <= requests <= _MAX_REQUESTS:
+        raise InvalidArgument(f"must be from {_LEAST_REQUESTS} to {_MAX_REQUESTS}", "--requests")
+    check_writable({"--json": json_file, "--plot": plot, "--write": write})
+    if plot is not None:
+        check_plotting()
     start_seconds = _parse_seconds("--restart", restart)
     rules = parse_faults(faults or ())
     workload = _workload(rate, input_len, output_len, trace, length_scale, speed, requests, seed)
@@ -139,7 +186,9 @@ def service_command(
     )
     plans = planner.search(list_splits(most, tps))
     if not plans:
-        raise InvalidArgument(f"{tp} ranks need more devices than {most}", "--tp")
+        raise InvalidArgument(
+            f"{tp} ranks need more devices than {most}; lower it or raise --devices", "--tp"
+        )
     chosen = choose(plans, objective)
     sentence = verdict(plans, chosen, workload.rate, objective)
     typer.echo(sentence)
@@ -166,7 +215,7 @@ def service_command(
             sentence=sentence,
             autoscaling=scaling,
         )
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+        write_text(json_file, json.dumps(found, indent=1) + "\n", "--json")
     if plot is not None:
         draw_rates(_curves(planner, plans, chosen), objective, plot)
     if write is not None:
@@ -176,7 +225,7 @@ def service_command(
 def _objective(slo: str, attainment: float) -> Objective:
     objective = Objective(limits=parse_slo(slo), attainment=attainment)
     if not objective.limits:
-        raise InvalidArgument("must have a limit, such as ttft=1s", "--slo")
+        raise InvalidArgument("must have a limit, such as ttft=1s,tpot=60ms", "--slo")
     if not 0 < attainment < 1:
         raise InvalidArgument(f"must be between 0 and 1, got {attainment:g}", "--attainment")
     return objective
@@ -196,14 +245,14 @@ def _workload(
         if rate is None:
             raise InvalidArgument("give --rate, with --input-len and --output-len, or --trace")
         if not (0 < rate < math.inf):
-            raise InvalidArgument("must be above 0 requests/s", "--rate")
+            raise InvalidArgument(f"must be above 0 requests/s, got {rate:g}", "--rate")
         return PlannedWorkload.poisson(rate, input_len, output_len, requests, seed)
     if not (0 < speed < math.inf):
-        raise InvalidArgument("must be above 0", "--speed")
+        raise InvalidArgument(f"must be above 0, got {speed:g}", "--speed")
     scale = TraceScale(parse_scale(length_scale), speed)
     workload = PlannedWorkload(read_trace(trace, scale)[:requests])
     if not workload.rate:
-        raise InvalidArgument("has all its requests at one time", "--trace")
+        raise InvalidArgument("its requests must not all have the same time", "--trace")
     return workload if rate is None else workload.at_rate(rate)
 
 
@@ -218,7 +267,9 @@ def _site(
 ) -> tuple[Site, int, list[int], TandemConfig]:
     """Returns the site, its number of devices, the numbers of ranks, and a configuration."""
     if sum(each is not None for each in (profile, measure, device)) != 1:
-        raise InvalidArgument("give one of --profile, --measure and --device")
+        raise InvalidArgument(
+            "give one of --profile, --measure and --device, from which the costs are taken"
+        )
     tps = _parse_tps(tp)
     if device is not None:
         check_choice("--device", device, DEVICES)
@@ -230,12 +281,14 @@ def _site(
             device=DEVICES[device],
         )
         fitting = [each for each in tps if site.holds_weights(each)]
-        return site, devices or 8, fitting or tps, config
+        return site, devices or _DEVICES, fitting or tps, config
     if profile is not None:
         found = read_profile(profile)
     else:
         assert measure is not None
-        found = _measure(model, _parse_seconds("--measure", measure), workload)
+        seconds = _parse_seconds("--measure", measure)
+        _check_measurable(seconds, devices, tps)
+        found = _measure(model, seconds, workload)
     config = load_config(
         overrides={
             "model": model,
@@ -250,6 +303,22 @@ def _site(
     return MeasuredSite(found), most, [found.tp] if tp == "1" else tps, config
 
 
+def _check_measurable(seconds: float, devices: int | None, tps: Sequence[int]) -> None:
+    """Raises InvalidArgument if `--measure` would not measure the workers to plan with."""
+    check_seconds(seconds, "--measure")
+    most = max(_MEASURED_WORKERS)
+    remedy = "use `tandem plan measure` and --profile for others"
+    if devices is not None and devices > most:
+        raise InvalidArgument(
+            f"must be at most {most} with --measure, which measures {most} workers; {remedy}",
+            "--devices",
+        )
+    if max(tps) > 1:
+        raise InvalidArgument(
+            f"must be 1 with --measure, which measures workers with one rank; {remedy}", "--tp"
+        )
+
+
 def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
     """Measures this machine, for sequences as long as the workload's."""
     from ..store.checked import checked_folder
@@ -259,7 +328,7 @@ def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
     return measure_profile(
         config,
         checked_folder(config),
-        workers=[1, 2],
+        workers=_MEASURED_WORKERS,
         seconds=seconds,
         context_tokens=workload.longest,
         report=lambda line: typer.echo(line, err=True),
@@ -341,7 +410,7 @@ def _write(path: Path, config: TandemConfig, plan: SplitPlan) -> None:
     tree: dict[str, Any] = config.model_dump(exclude_unset=True, exclude_none=True)
     tree["prefill"] = {"replicas": split.prefill, "tp": split.tp}
     tree["decode"] = {"replicas": split.decode, "tp": split.tp}
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    write_text(path, yaml.safe_dump(tree, sort_keys=False), "--write")
 
 
 def _parse_tps(text: str) -> list[int]:
@@ -365,10 +434,3 @@ def _parse_seconds(option: str, text: str) -> float:
             f"must be a time from 0s to {_MAX_SECONDS:g}s, such as 30s, got {text!r}", option
         )
     return seconds
-
-
-def _check_folders(files: Mapping[str, Path | None]) -> None:
-    """Raises InvalidArgument for a file of an option that cannot be written, before hours pass."""
-    for option, path in files.items():
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise InvalidArgument(f"the folder of {path} cannot be written", option)

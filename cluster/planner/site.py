@@ -73,8 +73,8 @@ class MeasuredSite:
         profile = self.profile
         if split.tp != profile.tp:
             raise InvalidArgument(
-                f"{split.tp} is not measured, only {profile.tp}; run tandem plan measure with "
-                f"--tp {split.tp}",
+                f"{split.tp} is not measured, only {profile.tp}; run `tandem plan measure MODEL "
+                f"--tp {split.tp}`",
                 "--tp",
             )
         costs = profile.costs(split.prefill, split.decode)
@@ -196,7 +196,7 @@ class ArithmeticSite:
         if rest <= 0:
             raise InvalidArgument(
                 f"{tp} x {self.device.memory_gb} GB do not hold the weights, "
-                f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB; raise it",
+                f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB; raise --tp",
                 "--tp",
             )
         cache = CacheBytes.of(self.cost.layout, tp, block_size=block_size)
@@ -223,7 +223,7 @@ def check_measured(
     worst = StepWork(sequences=1) + StepWork.of_prompt(workload.longest_input - chunk, chunk)
     if found := costs.decode.outside(worst):
         raise InvalidArgument(
-            f"steps of {split} are outside the measured grid ({'; '.join(found)}); run tandem "
-            f"plan measure with --context-tokens {workload.longest:,}".replace(",", ""),
+            f"steps of {split} are outside the measured grid ({'; '.join(found)}); run `tandem "
+            f"plan measure MODEL --context-tokens {workload.longest}`",
             "--profile",
         )

@@ -96,7 +96,7 @@ class Replica:
         try:
             await self._directory.remove(self._member_id)
         except Unavailable as error:  # the directory drops silent members anyway
-            log.warning("not removed from the directory: %s", error)
+            log.warning("this process is not removed from the directory yet: %s", error)
         await self._stop_server(self._config.grace_seconds)
 
     def _run(
@@ -222,7 +222,7 @@ class WorkerPool(Replica):
             try:
                 await self._directory.register(info)
             except Unavailable as error:
-                log.warning("heartbeat lost: %s", error)
+                log.warning("the directory did not get a heartbeat of this worker: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await worker.has_news.wait()
@@ -409,7 +409,7 @@ class Router(Replica):
                     watcher, me, self._blocked_prompts, self._adapters
                 )
             except Unavailable as error:
-                log.warning("list of workers not refreshed: %s", error)
+                log.warning("the list of workers is not up to date: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
                 continue
             if has_moved:

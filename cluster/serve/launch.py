@@ -271,7 +271,10 @@ def _wait(
                 raise Unavailable(_reason(status)) from None
         except ray.exceptions.RayActorError:
             raise Unavailable("the router died while it started") from None
-    raise Unavailable(f"not ready after {config.start_seconds:g} seconds (start_seconds)")
+    raise Unavailable(
+        f"not ready after {config.start_seconds:g} seconds (start_seconds); raise it if a worker "
+        "only needs more time to load"
+    )
 
 
 def _reason(status: ApplicationStatusOverview) -> str:

@@ -115,6 +115,30 @@ class QuantizationScheme:
         return numbers.contiguous().view(torch.int32)
 
 
+def roundable_weights(folder: Path, scheme: QuantizationScheme) -> list[str]:
+    """Returns the names of the linear maps of the layers, which can be rounded.
+
+    Reads no weights. Raises CheckpointError for a model that cannot be rounded, InvalidArgument for
+    a group size that does not divide the inputs of a map.
+    """
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.config
+    if config.quantization or config.experts or config.transformers:
+        raise CheckpointError(
+            "config.json: only models of Tandem's families, without quantization or experts, can "
+            "be rounded"
+        )
+    names = linear_weights(config)
+    for name in names:
+        inputs = checkpoint.tensors[f"{name}.weight"].shape[1]
+        if inputs % (scheme.group_size or 8):
+            raise InvalidArgument(
+                f"{scheme.group_size or 8} does not divide the {inputs} inputs of {name}",
+                "--group-size",
+            )
+    return names
+
+
 def quantize_model(
     folder: Path,
     out: Path,
@@ -132,23 +156,9 @@ def quantize_model(
     """
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
-    checkpoint = open_checkpoint(folder)
-    config = checkpoint.config
-    if config.quantization or config.experts or config.transformers:
-        raise CheckpointError(
-            "config.json: only models of Tandem's families, without quantization or experts, can "
-            "be rounded"
-        )
-    names = linear_weights(config)
-    for name in names:
-        inputs = checkpoint.tensors[f"{name}.weight"].shape[1]
-        if inputs % (scheme.group_size or 8):
-            raise InvalidArgument(
-                f"{scheme.group_size or 8} does not divide the {inputs} inputs of {name}",
-                "--group-size",
-            )
+    names = roundable_weights(folder, scheme)
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted({stored.file for stored in checkpoint.tensors.values()}):
+    for file in sorted({stored.file for stored in open_checkpoint(folder).tensors.values()}):
         tensors |= load_file(file)
     for name in names:
         if not tensors[f"{name}.weight"].isfinite().all():

@@ -42,12 +42,14 @@ class BrowserRules:
         """
         hosts = headers.getlist("host")  # every browser sends one; clients of HTTP/1.0 need not
         if len(hosts) > 1 or (hosts and not self._is_host(hosts[0])):
-            raise PermissionDenied("Host: is not a name of this service (router.host_names)")
+            raise PermissionDenied(
+                "Host: is not a name of this service; add it to router.host_names"
+            )
         own = {f"{scheme}://{host}".lower() for scheme in ("http", "https") for host in hosts}
         for origin in headers.getlist("origin"):
             if origin.lower() not in own and not {ANY, origin} & set(self.cors_origins):
                 raise PermissionDenied(
-                    "Origin: is not allowed to use this service (router.cors_origins)"
+                    "Origin: is not allowed to use this service; add it to router.cors_origins"
                 )
 
     def _is_host(self, header: str) -> bool:

@@ -252,7 +252,7 @@ class GenerationService:
         """
         rules = self.model(request.model).watermark
         if rules is None:
-            raise NotFound("this service has no key for a watermark")
+            raise NotFound("this service has no key for a watermark; set watermark.key_file")
         if request.prompt.HasField("chat") or request.prompt.suffix:
             raise InvalidArgument("must be a text or token ids", "prompt")
         encoding = inference_pb2.TokenizeRequest(model=request.model, prompt=request.prompt)

@@ -89,6 +89,9 @@ def load_keys(path: str | Path) -> list[ApiKey]:
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        text = f"{path}: {error.strerror}; `tandem key create FILE NAME` makes the file"
+        raise InvalidArgument(text, "keys_file") from None
     except OSError as error:
         raise InvalidArgument(
             f"{path}: {error.strerror or 'cannot be read'}", "keys_file"

@@ -51,7 +51,7 @@ class FileWatch(Generic[_T]):
         try:
             value = await asyncio.to_thread(self._load)
         except InvalidArgument as error:
-            _log.warning("the changed files are not used: %s", error)
+            _log.warning("a changed file is wrong, so its earlier content stays in use: %s", error)
         else:
             self._use(value)
 

@@ -324,7 +324,9 @@ class Admission:
         slack = self._slack(deadline)
         if predicted > min(self._max_queue_seconds, slack) or slack <= 0:
             raise self._overloaded(
-                f"the queue is about {predicted:.1f} seconds long", entry, "predicted"
+                f"the queue is about {predicted:.1f} seconds long; the request may wait less",
+                entry,
+                "predicted",
             )
 
     def _predict_wait(self, entry: QueueEntry) -> float:

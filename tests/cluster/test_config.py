@@ -65,8 +65,8 @@ def test_flags_alone_are_enough() -> None:
         ("model: m\nprefil: {}", "prefil: unknown key; did you mean prefill?"),
         ("model: m\ndecode: {replica: 1}", "decode.replica: unknown key; did you mean replicas?"),
         ("model: m\nzzzzzz: 1", "zzzzzz: unknown key"),
-        ("{}", "model: missing"),
-        ("", "model: missing"),
+        ("{}", "model: missing; give a built-in name (`tandem model list`), a folder or a hub id"),
+        ("", "model: missing; give a built-in name (`tandem model list`), a folder or a hub id"),
         ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
         (
             "model: m\nquantization: int8\ndevice: cuda",
@@ -87,11 +87,11 @@ def test_flags_alone_are_enough() -> None:
         ),
         (
             "model: m\nprefix_caching: false\nprefill: {kv_host_gb: 1}",
-            "prefill.kv_host_gb: needs prefix_caching",
+            "prefill.kv_host_gb: needs prefix_caching: true",
         ),
         (
             "model: m\nprefix_caching: false\ndecode: {kv_disk: /x, kv_disk_gb: 1}",
-            "decode.kv_disk: needs prefix_caching",
+            "decode.kv_disk: needs prefix_caching: true",
         ),
         (
             "model: m\ndecode: {kv_disk: /x}",

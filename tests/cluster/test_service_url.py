@@ -246,7 +246,7 @@ async def test_tls_is_checked_and_goes_on_over_grpc(proxy: Proxy, tmp_path: Path
             assert await asyncio.to_thread(access.grpc_addresses) == service.grpc
         async with access.connect(AsyncClient) as client:
             assert await client.health()
-        with pytest.raises(Unavailable, match="certificate verify failed"):
+        with pytest.raises(Unavailable, match=r"certificate verify failed.*--tls-ca$"):
             await asyncio.to_thread(ServiceAccess(url=service.http).status)
         wrong = ClientTls(ca=tmp_path / "none")
         with pytest.raises(InvalidArgument, match="none: No such file"):
@@ -264,8 +264,17 @@ def test_a_server_that_is_silent_or_away_is_one_line(monkeypatch: pytest.MonkeyP
             ServiceAccess(url=url).status()
         assert time.monotonic() - began < 5
         assert ServiceAccess(url=f"{url}/v1/").api_url() == url
-    with pytest.raises(TandemError, match=f"no service answers at {url}/health: .*refused"):
+    with pytest.raises(TandemError, match=f"no service answers at {url}/health: .*refused.*--url$"):
         ServiceAccess(url=url).grpc_addresses()
+
+
+def test_an_error_of_grpc_without_a_connection_gets_the_address_and_a_remedy() -> None:
+    access = ServiceAccess(url="grpc://127.0.0.1:1")
+    text = f"^no service answers at {access.url}: failed to connect; start one with .*--url$"
+    with pytest.raises(Unavailable, match=text), access.explained_errors():
+        raise Unavailable("failed to connect")
+    with pytest.raises(Unavailable, match=r"^no worker is ready$"), access.explained_errors():
+        raise Unavailable("no worker is ready")
 
 
 def test_a_key_is_not_sent_to_where_a_server_redirects(proxy: Proxy) -> None:

@@ -524,12 +524,12 @@ async def test_a_model_with_windows_or_states_is_refused(tmp_path: Path, kind: s
     """A block of one table does not tell whether the others, or a state, continue there."""
     make = make_tiny_model if kind == "gemma3" else make_tiny_decoder
     folder = make(tmp_path / kind, kind)
-    refused = r"^kv_disk: not for models with windows or state$"
+    refused = r"^kv_disk: needs a model without windows and states; leave it out$"
     config = worker_config(
         str(folder), kv_cache_bytes=2**22, kv_disk=str(tmp_path), kv_disk_bytes=2**20
     )
     with pytest.raises(ValueError, match=refused):
         await Worker.start(config, worker_id="w")
     checked = {"model": str(folder), "decode": {"kv_disk": str(tmp_path), "kv_disk_gb": 1}}
-    with pytest.raises(InvalidArgument, match=r"^decode\.kv_disk: not for models with windows"):
+    with pytest.raises(InvalidArgument, match=r"^decode\.kv_disk: needs a model without windows"):
         checked_folder(load_config(None, checked))

@@ -61,7 +61,7 @@ class Engine:
         `commit_prefix`. Raises ValueError for a `source` beside windows or state.
         """
         if source is not None and (len(config.tables) > 1 or ResumePoints(config).is_sparse):
-            raise ValueError("kv_disk: not for models with windows or state")
+            raise ValueError("kv_disk: needs a model without windows and states; leave it out")
         self.config = config
         self.requests = RequestTable(config, clock)
         self.scheduler = Scheduler(

@@ -66,7 +66,7 @@ def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
 def check_disk(model: ModelConfig) -> None:
     """Raises ValueError, a one-line message, if blocks on disk cannot continue a prompt alone."""
     if any(layer.window is not None or layer.states for layer in model.layers):
-        raise ValueError("kv_disk: not for models with windows or state")
+        raise ValueError("kv_disk: needs a model without windows and states; leave it out")
 
 
 def check_cache_dtype(config: ModelConfig, cache_dtype: str, device: str = "cpu") -> None:

@@ -192,7 +192,8 @@ def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
     if family is None:
         supported = ", ".join(MODELS)
         raise CheckpointError(
-            f"config.json: architectures: {architecture!r} is not supported, only {supported}"
+            f"config.json: architectures: {architecture!r} is not supported by model_impl tandem, "
+            f"only {supported}; model_impl auto may run it"
         )
     return family
 

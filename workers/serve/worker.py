@@ -240,7 +240,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         disk = None
         if config.kv_disk:
             if not is_dense(rank.kv.layout, rank.kv.tables):
-                raise ValueError("kv_disk: not for models with windows or state")
+                raise ValueError("kv_disk: needs a model without windows and states; leave it out")
             disk = await DiskTier.open(
                 config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients
             )

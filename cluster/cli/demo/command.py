@@ -90,7 +90,7 @@ def _serve(
     Raises InvalidArgument on a cluster, whose processes are not ours to kill.
     """
     if prepare_ray_environment(None) is not None:
-        raise InvalidArgument("the demo runs on a Ray of its own; unset RAY_ADDRESS", "address")
+        raise InvalidArgument("must be unset: the demo starts its own Ray", "RAY_ADDRESS")
     from ...serve.launch import start_service  # imports Ray, which reads the environment
 
     config = load_config(None, {"model": model, **settings})

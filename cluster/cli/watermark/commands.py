@@ -38,9 +38,15 @@ def key(
 def detect(
     service: ServiceAccess,
     file: Annotated[
-        Path | None, typer.Argument(help="The text; - or none: stdin.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="The file of the text; by default, or with -, read from stdin.", show_default=False
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help="The model whose tokenizer is used.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(help="The model whose tokenizer is used; not needed if only one is served."),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Test whether a text was generated with the watermark of a running service.

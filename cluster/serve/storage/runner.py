@@ -68,7 +68,7 @@ class BatchRunner:
         try:
             lines = await self._storage.claim(self._name, list(self._tasks), num_free, wait)
         except Unavailable as error:
-            log.warning("no lines of batches: %s", error.message)
+            log.warning("batches wait, because their storage does not answer: %s", error.message)
             await asyncio.sleep(_RETRY_SECONDS)
             return
         for line in lines:

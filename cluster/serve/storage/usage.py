@@ -69,7 +69,7 @@ class UsageReporter:
                 self._counts = {}
                 await self._send()
         except Unavailable as error:
-            log.warning("the usage of keys is reported later: %s", error.message)
+            log.warning("the usage of API keys is reported later: %s", error.message)
 
     async def _send(self) -> None:
         await self._storage.add_usage(self._name, self._number, self._report)

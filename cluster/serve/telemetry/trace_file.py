@@ -72,7 +72,10 @@ class TraceRecorder:
             self._queue.put_nowait(ended)
         except Full:
             if not self._has_dropped:
-                _log.warning("%s: some requests are missing: they end too fast", self._path)
+                _log.warning(
+                    "%s (router.trace_file): some requests are missing: they end too fast",
+                    self._path,
+                )
             self._has_dropped = True
 
     def close(self) -> None:

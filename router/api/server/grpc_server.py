@@ -320,7 +320,10 @@ def _counted(calls: Counter[str], context: _Context, most: int) -> Iterator[None
     """Counts a call for its address until it ends. Raises Overloaded above `most` calls."""
     address = _peer_address(context)
     if calls[address] >= most:
-        raise Overloaded(f"the limit of {most} calls at a time of one address is reached")
+        raise Overloaded(
+            f"this address has {most} concurrent calls, the maximum "
+            "(router.max_connections_per_address); try again when one has ended"
+        )
     calls[address] += 1
     try:
         yield

@@ -16,7 +16,7 @@ import torch
 from tandem import workers
 from tandem.tests.bench.gpu.bench import NEEDS_GPU, Bench, Stopwatch
 from tandem.tests.paths import ROOT
-from tandem.tests.suite import read_failures, run_pytest
+from tandem.tests.suite import run_pytest
 from tandem.tests.workers.model.helpers import Driver, prompt
 from tandem.workers.engine.plan import PENDING_TOKEN, SequenceStep, StepPlan
 from tandem.workers.model.costs.measure import matmul_rate, measure_memory
@@ -116,13 +116,12 @@ def tests(bench: Bench) -> None:
     )
     path = bench.folder / "failed_tests"
     path.unlink(missing_ok=True)
-    code = run_pytest((*options, "-q", "-p", "no:cacheprovider"), path)
-    failures = read_failures(path)
-    for test, text in failures.items():
+    found = run_pytest((*options, "-q", "-p", "no:cacheprovider"), path)
+    for test, text in found.failures.items():
         bench.row(test, error=text.strip().splitlines()[-1])
-    bench.row("pytest", exit_code=code, failed=len(failures))
-    if code:
-        raise RuntimeError(f"{len(failures)} tests failed, exit code {code}")
+    bench.row("pytest", exit_code=found.code, failed=len(found.failures))
+    if found.code:
+        raise RuntimeError(f"{len(found.failures)} tests failed, exit code {found.code}")
 
 
 def sanitize(bench: Bench) -> None:

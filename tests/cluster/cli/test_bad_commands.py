@@ -13,6 +13,8 @@ import pytest
 from typer.main import get_command
 
 from tandem.cluster.cli.main import app, main
+from tandem.cluster.text_files import check_writable
+from tandem.proto.errors import InvalidArgument
 
 BAD_NUMBERS = ("-5", "x", "nan", "9" * 40, "")
 NUMBER = re.compile(r"\b(int|float)\b")
@@ -116,6 +118,62 @@ def test_a_command_that_means_nothing(
     assert code == 2, captured
     assert captured.err
     assert not re.search(r"Traceback|File \"", captured.err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "--url", "http://h:1", "--rate", "1", "--json"],
+        ["explain", "A prompt", "--html"],
+        ["eval", "generate", "cases.jsonl", "--output"],
+        ["plan", "measure", "m", "--out"],
+        *(
+            ["plan", "service", "m", "--slo", "ttft=1s", "--rate", "1", "--measure", "60s", option]
+            for option in ("--json", "--plot", "--write")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*arguments, "/no/folder/file"], monkeypatch) == 2
+    assert capsys.readouterr().err == (
+        f"error: {arguments[-1]}: /no/folder/file cannot be written: there is no folder "
+        "/no/folder; create it first\n"
+    )
+
+
+def test_a_folder_of_a_quantized_model_that_cannot_be_made_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for out, problem in {
+        tmp_path: f"{tmp_path} exists; give a folder that does not exist",
+        file / "out": f"{file} is not a folder that you may write into",
+    }.items():
+        assert run(["quantize", "no-such-model", str(out)], monkeypatch) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: OUT: ")
+        assert problem in error
+
+
+def test_files_that_may_be_written(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_text("kept")
+    check_writable({"--json": tmp_path / "new", "--plot": old, "--html": None})
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert old.read_text() == "kept"
+    for path, problem in {
+        tmp_path: "it is a folder; give the name of a file",
+        tmp_path / "none" / "new": f"there is no folder {tmp_path}/none; create it first",
+        old / "new": "Not a directory",
+        tmp_path / ("x" * 5_000): "File name too long",
+    }.items():
+        with pytest.raises(InvalidArgument) as refused:
+            check_writable({"--json": None, "--plot": path})
+        assert str(refused.value) == f"--plot: {path} cannot be written: {problem}"
 
 
 @pytest.mark.parametrize(("option", "value"), list(itertools.product(OPTIONS, ("x", ""))))

@@ -49,7 +49,9 @@ async def test_workers_are_chosen_by_id_by_host_or_all(monkeypatch: pytest.Monke
             output, error = await run(monkeypatch, known, target)
             assert output == ""
             assert isinstance(error, NotFound)
-            assert str(error) == f"no worker is {target}"
+            assert str(error) == (
+                f"TARGET: no worker has the id or the host {target}; `tandem status` lists them"
+            )
     finally:
         await asyncio.gather(*(worker.stop() for worker in workers))
 

@@ -335,21 +335,24 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
     [
         (["--tp", "3"], "--tp: 3 does not divide the model's 4 query heads"),
         (["--tp", "0"], "--tp: 0 is less than 1"),
-        (["--dtype", "int8"], "--dtype: must be one of float32, bfloat16, float16"),
-        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype: must be one of auto, int8, fp8, int4"),
+        (["--dtype", "int8"], "--dtype: must be one of float32, bfloat16, float16, got 'int8'"),
+        (
+            ["--kv-cache-dtype", "int3"],
+            "--kv-cache-dtype: must be one of auto, int8, fp8, int4, got 'int3'",
+        ),
         (
             ["--device", "cuda", "--kv-cache-dtype", "int4"],
             "--kv-cache-dtype: int4 has kernels on cpu only, those of GPUs read a byte for each "
             "number; use int8, fp8 or auto",
         ),
-        (["--gpu-memory-gb", "nan"], "--gpu-memory-gb: must be from 0.001 to 4096"),
+        (["--gpu-memory-gb", "nan"], "--gpu-memory-gb: must be from 0.001 to 4096, got nan"),
         (
             ["--gpu-memory-utilization", "1.1"],
-            "--gpu-memory-utilization: must be from 0.01 to 1",
+            "--gpu-memory-utilization: must be from 0.01 to 1, got 1.1",
         ),
-        (["--num-gpus", "2"], "--num-gpus: must be from 0.01 to 1"),
-        (["--block-size", "0"], "--block-size: must be from 1 to 1024"),
-        (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576"),
+        (["--num-gpus", "2"], "--num-gpus: must be from 0.01 to 1, got 2.0"),
+        (["--block-size", "0"], "--block-size: must be from 1 to 1024, got 0"),
+        (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576, got 1"),
         (
             ["--device", "cuda", "--quantization", "int8"],
             "quantization: int8 has kernels on cpu only; on cuda use fp8 or int4, or serve a "
@@ -359,14 +362,14 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
             ["--device", "cuda", "--quantization", "int4", "--numerics", "exact"],
             "quantization: int4 on cuda needs numerics: fast; its sums depend on the batch",
         ),
-        (["--kv-cache-gb", "0"], "--kv-cache-gb: must be from 0.001 to 4096"),
+        (["--kv-cache-gb", "0"], "--kv-cache-gb: must be from 0.001 to 4096, got 0.0"),
         (
             ["--kv-cache-gb", "1", "--gpu-memory-gb", "1"],
             "--kv-cache-gb: cannot be set together with --gpu-memory-gb",
         ),
-        (["--state-slots", "1"], "--state-slots: must be from 2 to 1048576"),
-        (["--max-sequences", "0"], "--max-sequences: must be from 1 to 65536"),
-        (["--numerics", "good"], "--numerics: must be one of exact, fast"),
+        (["--state-slots", "1"], "--state-slots: must be from 2 to 1048576, got 1"),
+        (["--max-sequences", "0"], "--max-sequences: must be from 1 to 65536, got 0"),
+        (["--numerics", "good"], "--numerics: must be one of exact, fast, got 'good'"),
         (["--device", "tpu"], "device: must be 'cpu' or 'cuda', got 'tpu'"),
         (["--draft-model", "/none"], "--draft-model: there is no folder /none"),
     ],

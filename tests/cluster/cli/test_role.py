@@ -44,7 +44,9 @@ async def test_a_worker_gets_the_role_unless_none_would_decode(
         assert (one.role, two.role) == ("prefill", "decode")
         _, error = await run(monkeypatch, known, "other", "prefill")
         assert isinstance(error, InvalidArgument)
-        assert str(error) == "WORKER: no other worker decodes; make one decode first"
+        assert str(error) == (
+            "WORKER: no other worker decodes; make one decode first: `tandem role OTHER decode`"
+        )
         _, error = await run(monkeypatch, known, "nobody", "prefill")
         assert isinstance(error, NotFound)
         await one.drain(0)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -317,6 +318,15 @@ def test_work_outside_the_measured_grid_is_refused() -> None:
         )
 
 
+def test_a_split_that_is_not_measured_is_refused_before_a_simulation() -> None:
+    reports: list[str] = []
+    workload = PlannedWorkload.poisson(1.0, 128, 8, 20, seed=0)
+    planner = Planner(MeasuredSite(make_profile(1, 2)), workload, OBJECTIVE, report=reports.append)
+    with pytest.raises(InvalidArgument, match="3 workers"):
+        planner.search(list_splits(3, [1]))
+    assert reports == []
+
+
 def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> None:
     profile = make_profile(1, 2)
     with pytest.raises(InvalidArgument, match=r"3 workers .* only 1 and 2.*--workers 3"):
@@ -347,7 +357,20 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
             "requests arrive until workers have died and started again; the maximum is 1,000,000",
         ),
         ((*SLO, *WORKLOAD, "--restart", "soon"), "--restart: must be a time from 0s to 86400s"),
-        ((*SLO, *WORKLOAD, "--json", "/nowhere/plan.json"), "--json: the folder of"),
+        ((*SLO, *WORKLOAD, "--measure", "1s"), "--measure: must be at least 5 seconds, got 1"),
+        ((*SLO, *WORKLOAD, "--measure", "soon"), "--measure: must be a time from 0s"),
+        (
+            (*SLO, *WORKLOAD, "--measure", "60s", "--devices", "3"),
+            "--devices: must be at most 2 with --measure",
+        ),
+        ((*SLO, *WORKLOAD, "--measure", "60s", "--tp", "1,2"), "--tp: must be 1 with --measure"),
+        *(
+            (
+                (*SLO, *WORKLOAD, option, "/nowhere/plan"),
+                f"{option}: /nowhere/plan cannot be written: there is no folder /nowhere",
+            )
+            for option in ("--json", "--plot", "--write")
+        ),
         ((*SLO, *WORKLOAD, "--device", "h100", "--tp", "0"), "--tp: must be numbers"),
         ((*SLO, *WORKLOAD, "--attainment", "1.5", "--device", "h100"), "--attainment"),
     ],
@@ -355,6 +378,15 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
 def test_wrong_options_are_named(args: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["plan", "service", MODEL, *args])
     assert message in str(result.exception)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot = ("--measure", "60s", "--plot", str(tmp_path / "plan.png"))
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *SLO, *WORKLOAD, *plot])
+    assert str(result.exception) == "--plot: needs matplotlib: pip install 'tandem-llm[bench]'"
 
 
 def test_workers_on_cpus_share_one_machine() -> None:

@@ -274,6 +274,16 @@ def test_a_text_that_cannot_be_measured_is_refused_before_anything_is_rounded(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_group_size_that_does_not_fit_is_refused_before_the_first_measurement(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("tandem.cluster.cli.model._perplexity")
+    options = ["quantize", str(plain), str(tmp_path / "out"), "--group-size", "1000"]
+    result = CliRunner().invoke(app, options)
+    assert isinstance(result.exception, InvalidArgument), result.output
+    assert "--group-size: 1000 does not divide the" in str(result.exception)
+
+
 def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
     text, calibration, out = tmp_path / "text", tmp_path / "calibration", tmp_path / "out"
     text.write_text("Rivers are old. " * 20)
@@ -345,10 +355,10 @@ def test_awq_refuses_a_model_that_scaling_would_change(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--scheme", "int3"], "--scheme: must be one of int8, int4"),
-        (["--method", "smooth"], "--method: must be one of rtn, gptq, awq"),
+        (["--scheme", "int3"], "--scheme: must be one of int8, int4, got 'int3'"),
+        (["--method", "smooth"], "--method: must be one of rtn, gptq, awq, got 'smooth'"),
         (["--calibration", "text"], "--calibration: needs --method gptq or awq"),
-        (["--group-size", "12"], "--group-size: must be a multiple of 8"),
+        (["--group-size", "12"], "--group-size: must be a multiple of 8, got 12"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: list[str], reason: str) -> None:

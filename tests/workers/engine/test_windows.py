@@ -85,7 +85,7 @@ def test_the_capacity_is_the_longest_prompt_that_fits() -> None:
 
 
 def test_no_disk_beside_windows() -> None:
-    with pytest.raises(ValueError, match="kv_disk: not for models with windows or state"):
+    with pytest.raises(ValueError, match="kv_disk: needs a model without windows"):
         Engine(NullExecutor(), engine_config(num_blocks=9, tables=GEMMA), source=FakeDisk())
 
 
