@@ -1,8 +1,9 @@
 """Lists the settings of a service that flags and arguments name, in our words and in vLLM's.
 
 `tandem serve` makes its options of SETTINGS, `LLM` and the YAML file read vLLM's names by it.
-docs/from-vllm.md describes both. A value is checked by the configuration, not here. One file
-because a reader looks up a name in one table.
+docs/from-vllm.md describes both. A value is checked by the configuration, not here.
+
+One file because a reader looks up a name in one table.
 """
 
 import json

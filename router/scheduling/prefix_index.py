@@ -278,7 +278,7 @@ class PrefixIndex:
             blocks[digest] = reported
 
     def _drop(self, cache: _Cache, digests: Iterable[bytes]) -> None:
-        """Removes those of the blocks that the cache has."""
+        """Removes the blocks that the cache holds, ignores others."""
         blocks, holders, bit = cache.blocks, self._holders, cache.bit
         for digest in digests:
             if blocks.pop(digest, None) is None:
