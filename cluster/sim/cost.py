@@ -126,6 +126,8 @@ class StepCosts:
 
 _AMOUNTS: Final = tuple(each.name for each in fields(StepWork))
 _TERMS: Final = tuple(each.name for each in fields(StepCosts) if each.name != "measured")
+LEAST_SAMPLES: Final = len(_TERMS) + 1
+"""Measured steps of a fit, at least: without one of them, there is still one for each term."""
 
 
 class StepSample(NamedTuple):
@@ -186,8 +188,8 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
 
     Raises ValueError for fewer samples than terms.
     """
-    if len(samples) < len(_TERMS) + 1:
-        raise ValueError(f"needs at least {len(_TERMS) + 1} measured steps, got {len(samples)}")
+    if len(samples) < LEAST_SAMPLES:
+        raise ValueError(f"needs at least {LEAST_SAMPLES} measured steps, got {len(samples)}")
     rows = np.array(  # [samples, terms]
         [[1.0, *astuple(each.work), each.work.further_tokens] for each in samples]
     )
