@@ -14,7 +14,7 @@ from ..sim.result import SimulationResult
 from ..sim.service import SimulatedService
 from ..sim.simulate import simulate
 from .changes import Change, unchanged
-from .site import Site, Split, check_measured
+from .site import Site, Split, check_workload
 from .workload import Objective, PlannedWorkload
 
 _PRECISION: Final = 0.03
@@ -211,7 +211,7 @@ class Planner:
         workload = self.workload.at_rate(rate).lasting(self._least_seconds)
         if lengths != 1.0:
             workload = workload.with_lengths(lengths)
-            check_measured(split, service, costs, workload)
+            check_workload(split, service, costs, workload)
         if step_time != 1.0:
             costs = costs.scaled(step_time)
         changed = change(service, workload)
@@ -236,7 +236,7 @@ class Planner:
         """
         if split not in self._services:
             service, costs = self.site.service(split)
-            check_measured(split, service, costs, self.workload)
+            check_workload(split, service, costs, self.workload)
             self._services[split] = service, costs
         return self._services[split]
 

@@ -229,7 +229,7 @@ def _site(
             name=device,
             device=DEVICES[device],
         )
-        fitting = [each for each in tps if site.holds_weights(each)]
+        fitting = [each for each in tps if site.holds(each, workload.longest)]
         return site, devices or 8, fitting or tps, config
     if profile is not None:
         found = read_profile(profile)

@@ -94,7 +94,7 @@ def test_a_knee_below_the_rate_is_found_however_high_the_bound_is(knee: float) -
 
 def test_a_split_that_is_not_measured_is_refused_before_any_simulation() -> None:
     planner = KnownKnees(1.0, {}, make_profile(1, 2))
-    with pytest.raises(InvalidArgument, match="3 workers .* not measured"):
+    with pytest.raises(InvalidArgument, match=r"3 workers .* not measured"):
         planner.search(list_splits(3, [1]))
     assert planner.num_runs == 0
 

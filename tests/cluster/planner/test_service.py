@@ -30,13 +30,15 @@ from tandem.cluster.planner.search import (
     list_splits,
     rate_bound,
 )
-from tandem.cluster.planner.site import ArithmeticSite, MeasuredSite, Split
+from tandem.cluster.planner.site import ArithmeticSite, MeasuredSite, Split, check_workload
 from tandem.cluster.planner.workload import Objective, PlannedWorkload
+from tandem.cluster.sim.cost import StepWork
 from tandem.cluster.sim.result import SimulationResult, WorkerUsage
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES, cost_of
 from tandem.tests.profiles import make_profile
 from tandem.workers.model.costs.roofline import DEVICES
+from tandem.workers.model.footprint import memory_budget
 
 MODEL = "smollm2-135m-instruct"
 
@@ -273,12 +275,46 @@ def test_a_rate_is_simulated_once() -> None:
     assert planner.run(split, 2.0) is not planner.run(split, 2.0, lengths=1.1)
 
 
-def test_ranks_that_do_not_hold_the_weights_are_known() -> None:
+def arithmetic_site(weight_bytes: int | None = None) -> ArithmeticSite:
+    """Returns H100s for a tiny model, whose weights may be said to take other bytes."""
     cost = cost_of(SHAPES["tiny"], "bfloat16")
-    cost = replace(cost, sizes=replace(cost.sizes, weight_bytes=100 * 10**9))
+    if weight_bytes is not None:
+        cost = replace(cost, sizes=replace(cost.sizes, weight_bytes=weight_bytes))
     config = load_config(overrides={"model": MODEL, "device": "cuda"})
-    site = ArithmeticSite(config=config, cost=cost, name="h100", device=DEVICES["h100"])
-    assert [site.holds_weights(tp) for tp in (1, 2, 4)] == [False, True, True]
+    return ArithmeticSite(config=config, cost=cost, name="h100", device=DEVICES["h100"])
+
+
+def test_ranks_that_do_not_hold_the_weights_or_the_longest_sequence_are_known() -> None:
+    site = arithmetic_site(100 * 10**9)
+    assert [site.holds(tp, 1) for tp in (1, 2, 4)] == [False, True, True]
+    with pytest.raises(InvalidArgument, match=r"^--tp: 1 x 80 GB do not hold the weights, 100 GB"):
+        site.service(Split(0, 1))
+    memory = memory_budget(80 * 10**9, 1.0, site.config.decode.gpu_memory_utilization)
+    tight = arithmetic_site(memory - 1_000_000)
+    service, costs = tight.service(Split(0, 1))
+    assert 16 <= service.context_tokens < 8192
+    longer = PlannedWorkload.poisson(1.0, service.context_tokens, 1, 10, seed=0)
+    assert tight.holds(1, longer.longest - 1)
+    assert not tight.holds(1, longer.longest)
+    with pytest.raises(InvalidArgument, match=f"holds at most {service.context_tokens:,}"):
+        check_workload(Split(0, 1), service, costs, longer)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_named() -> None:
+    site = arithmetic_site()
+    with pytest.raises(InvalidArgument, match=r"^--tp: 3 does not divide the model's 4 "):
+        site.service(Split(0, 1, tp=3))
+    with pytest.raises(InvalidArgument, match=r"^--tp: 3 does not divide"):
+        site.holds(3, 1)
+
+
+def test_a_prompt_of_a_device_computes_the_logits_of_its_last_token_only() -> None:
+    site = arithmetic_site()
+    _, costs = site.service(Split(0, 1))
+    work = StepWork(sequences=1) + StepWork.of_prompt(0, 1000)
+    seconds = costs.prefill.seconds(replace(work, context_tokens=0)) - costs.prefill.fixed
+    flops = site.cost.prefill(1000).flops
+    assert seconds == pytest.approx(flops / (0.5 * DEVICES["h100"].roofline.flops_per_s), rel=0.01)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
