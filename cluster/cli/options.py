@@ -216,6 +216,16 @@ def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
         raise InvalidArgument(f"must be one of {', '.join(choices)}", option)
 
 
+def check_writable(option: str, path: Path) -> None:
+    """Raises InvalidArgument, which names the option, if a file cannot be written."""
+    if path.is_dir():
+        raise InvalidArgument(f"{path} is a folder", option)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise InvalidArgument(f"{path} cannot be written", option)
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidArgument(f"the folder of {path} cannot be written", option)
+
+
 def given_options(params: Mapping[str, Any]) -> Options:
     """Returns the given parameters of a command as options of a client.
 

@@ -1,5 +1,6 @@
 """Changes a planned service: workers that die, and pools that follow the load."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,22 +20,24 @@ _OPTION: Final = "--faults"
 _RULE: Final = re.compile(r"kill (prefill|decode) (every|at) (\d+(?:\.\d+)?)s")
 _LEAST_SECONDS: Final = 1.0
 _MOST_SECONDS: Final = 86_400.0
-_DEATHS: Final = 2  # of a repeated rule, in each simulation at least
-_MOST_TPOT_SECONDS: Final = 60.0  # of `ScalingConfig.tpot_seconds`; a higher limit is none
+_DEATHS: Final = 2  # the least deaths of a repeated rule in each simulation
+_MOST_TPOT_SECONDS: Final = 60.0  # of `ScalingConfig.tpot_seconds`; a higher target is left out
 _LEAST_TPOT_SECONDS: Final = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRule:
-    """Describes workers of a role that die: one at a time, or one at every multiple of it."""
+    """Describes when workers of a role die: one worker at each time."""
 
     role: PoolRole
-    seconds: float
-    repeats: bool
+    seconds: float  # the time of the first death
+    repeats: bool  # False: the first death is the only one; True: the next follow at its multiples
 
     def times(self, end: float) -> list[float]:
         """Returns the times of the deaths before `end`."""
-        count = int(end / self.seconds) if self.repeats else int(self.seconds < end)
+        count = math.ceil(end / self.seconds) - 1
+        if not self.repeats:
+            count = min(count, 1)
         return [self.seconds * (number + 1) for number in range(count)]
 
 
@@ -64,13 +67,8 @@ def parse_faults(texts: Iterable[str]) -> list[FaultRule]:
 
 def least_seconds(rules: Iterable[FaultRule], start_seconds: float) -> float:
     """Returns for how long requests must arrive, so that workers die and start again meanwhile."""
-    return max(
-        (
-            (_DEATHS if each.repeats else 1) * each.seconds + min(start_seconds, each.seconds)
-            for each in rules
-        ),
-        default=0.0,
-    )
+    last_deaths = [(_DEATHS if each.repeats else 1) * each.seconds for each in rules]
+    return max(last_deaths) + start_seconds if last_deaths else 0.0
 
 
 def unchanged(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
@@ -79,7 +77,7 @@ def unchanged(service: SimulatedService, workload: PlannedWorkload) -> Simulated
 
 
 def chain(*changes: Change) -> Change:
-    """Returns the change that makes some changes one after another."""
+    """Returns a change that applies several changes, in order."""
 
     def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
         for each in changes:
@@ -90,7 +88,10 @@ def chain(*changes: Change) -> Change:
 
 
 def with_faults(rules: Sequence[FaultRule], start_seconds: float) -> Change:
-    """Returns the change by which workers die while requests arrive, and start again."""
+    """Returns a change that kills workers while requests arrive.
+
+    Each is ready again `start_seconds` later.
+    """
 
     def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
         end = workload.requests[-1].time
@@ -106,9 +107,10 @@ def with_faults(rules: Sequence[FaultRule], start_seconds: float) -> Change:
 
 
 def autoscaled(start_seconds: float, tpot_ms: float | None = None) -> Change:
-    """Returns the change by which each pool begins with a worker, and grows to its usual size.
+    """Returns a change that lets each pool begin with one worker and grow to its usual size.
 
-    `tpot_ms`: the objective, which becomes the target of the decode pool.
+    A new worker is ready after `start_seconds`. `tpot_ms`: the TPOT of the objective, which becomes
+    the target of the decode pool.
     """
     tpot_seconds = None if tpot_ms is None else max(tpot_ms / 1000, _LEAST_TPOT_SECONDS)
     if tpot_seconds is not None and tpot_seconds > _MOST_TPOT_SECONDS:
@@ -123,7 +125,7 @@ def autoscaled(start_seconds: float, tpot_ms: float | None = None) -> Change:
         return replace(
             service,
             decode=scaled(service.decode, tpot_seconds),
-            prefill=scaled(prefill, None) if prefill is not None and prefill.workers else None,
+            prefill=None if prefill is None else scaled(prefill, None),
         )
 
     return change

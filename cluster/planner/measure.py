@@ -28,10 +28,16 @@ from ..sim.cost import StepSample
 from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder
 from .process import Answer, MeasuredProcess, ProcessSpec, run_process
-from .profile import Profile, ProfiledBudgets, RouterProfile, TransferProfile, WorkerProfile
+from .profile import (
+    LEAST_SECONDS,
+    Profile,
+    ProfiledBudgets,
+    RouterProfile,
+    TransferProfile,
+    WorkerProfile,
+)
 from .service_load import ServiceLoad, ServiceTimes
 
-LEAST_SECONDS: Final = 5.0
 _STEPS_SHARE: Final = 0.75  # of the time, for steps; the rest is for a service
 _GRID_SHARE: Final = 0.85  # of the time for steps, for the grid; the rest is for contention
 _PROBE: Final = 4  # every fourth scenario tells the contention

@@ -1,6 +1,5 @@
 """`tandem plan measure`: measures a model on this machine and writes a profile."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Final, get_args
 
@@ -8,7 +7,7 @@ import typer
 
 from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
-from ..cli.options import check_choice
+from ..cli.options import check_choice, check_writable
 from ..config import KvCacheDtype, Quantization, load_config
 from ..store.checked import checked_folder
 from .profile import describe_fit
@@ -60,8 +59,7 @@ def measure_command(
     numbers = workers or ([1, 2] if device == "cpu" else [1])
     if not all(1 <= each <= _MAX_WORKERS for each in numbers):
         raise InvalidArgument(f"must be from 1 to {_MAX_WORKERS}", "--workers")
-    if not os.access(out.parent, os.W_OK):
-        raise InvalidArgument(f"the folder of {out} cannot be written", "--out")
+    check_writable("--out", out)
     config = load_config(
         overrides={
             "model": model,

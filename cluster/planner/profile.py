@@ -22,6 +22,8 @@ from ..sim.cost import (
 )
 
 FORMAT: Final = 2
+LEAST_SECONDS: Final = 5.0
+"""The shortest time of a measurement."""
 _CONFIG: Final = ConfigDict(frozen=True, extra="forbid")
 
 

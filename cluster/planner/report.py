@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -221,17 +222,21 @@ def _result_json(outcome: RateResult | None) -> dict[str, Any]:
     }
 
 
+def check_plot() -> None:
+    """Raises InvalidArgument if `draw_rates` cannot draw, because matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise InvalidArgument("needs matplotlib: pip install tandem-llm[bench]", "--plot")
+
+
 def draw_rates(
     curves: Mapping[str, Sequence[RateResult]], objective: Objective, path: Path
 ) -> None:
-    """Draws TTFT, TPOT and attainment over the rate as a PNG. Raises InvalidArgument.
+    """Draws TTFT, TPOT and attainment over the rate as a PNG; needs matplotlib.
 
-    `curves`: by the name of each split. Saturated rates are left out.
+    `curves`: by the name of each split. TTFT and TPOT of saturated rates are left out.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InvalidArgument("needs matplotlib: pip install tandem-llm[bench]", "--plot") from None
+    from matplotlib.figure import Figure  # an optional package
+
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots(1, 3)
     for axis, name in zip(axes, ("ttft", "tpot"), strict=False):

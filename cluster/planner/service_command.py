@@ -5,8 +5,7 @@ Starts a service only to measure this machine (`--measure`).
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,7 +16,7 @@ from ...proto.errors import InvalidArgument
 from ...workers.model.costs.roofline import DEVICES
 from ..arithmetic import make_cost
 from ..bench.options import parse_slo
-from ..cli.options import check_choice
+from ..cli.options import check_choice, check_writable
 from ..config import TandemConfig, load_config
 from ..explain.cost import read_model_config
 from ..tables import table_console
@@ -33,10 +32,11 @@ from .changes import (
     unchanged,
     with_faults,
 )
-from .profile import Profile, read_profile
+from .profile import LEAST_SECONDS, Profile, read_profile
 from .report import (
     Autoscaling,
     autoscaling_line,
+    check_plot,
     draw_rates,
     fault_line,
     plan_json,
@@ -53,7 +53,8 @@ _MAX_REQUESTS: Final = 1_000_000
 _MAX_DEVICES: Final = 1_024
 _MAX_SECONDS: Final = 86_400.0
 _PLOTTED: Final = 6  # rates of each curve
-_CHANGE: Final = 0.1
+_CHANGE: Final = 0.1  # of lengths, rate and step time, as a share
+_MEASURED_WORKERS: Final = (1, 2)  # of --measure, on the same machine
 
 
 def service_command(
@@ -122,7 +123,11 @@ def service_command(
     objective = _objective(slo, attainment)
     if not 10 <= requests <= _MAX_REQUESTS:
         raise InvalidArgument(f"must be from 10 to {_MAX_REQUESTS}", "--requests")
-    _check_folders({"--json": json_file, "--plot": plot, "--write": write})
+    for option, path in (("--json", json_file), ("--plot", plot), ("--write", write)):
+        if path is not None:
+            check_writable(option, path)
+    if plot is not None:
+        check_plot()
     start_seconds = _parse_seconds("--restart", restart)
     rules = parse_faults(faults or ())
     workload = _workload(rate, input_len, output_len, trace, length_scale, speed, requests, seed)
@@ -174,6 +179,7 @@ def service_command(
 
 
 def _objective(slo: str, attainment: float) -> Objective:
+    """Parses an objective. Raises InvalidArgument."""
     objective = Objective(limits=parse_slo(slo), attainment=attainment)
     if not objective.limits:
         raise InvalidArgument("must have a limit, such as ttft=1s", "--slo")
@@ -192,6 +198,7 @@ def _workload(
     requests: int,
     seed: int,
 ) -> PlannedWorkload:
+    """Returns the requests of a trace or of a Poisson process. Raises InvalidArgument."""
     if trace is None:
         if rate is None:
             raise InvalidArgument("give --rate, with --input-len and --output-len, or --trace")
@@ -216,7 +223,10 @@ def _site(
     tp: str,
     workload: PlannedWorkload,
 ) -> tuple[Site, int, list[int], TandemConfig]:
-    """Returns the site, its number of devices, the numbers of ranks, and a configuration."""
+    """Returns the site, its number of devices, the numbers of ranks, and a configuration.
+
+    Measures this machine if `measure` is given. Raises InvalidArgument.
+    """
     if sum(each is not None for each in (profile, measure, device)) != 1:
         raise InvalidArgument("give one of --profile, --measure and --device")
     tps = _parse_tps(tp)
@@ -235,7 +245,9 @@ def _site(
         found = read_profile(profile)
     else:
         assert measure is not None
-        found = _measure(model, _parse_seconds("--measure", measure), workload)
+        _check_measurable(devices, tps)
+        seconds = _parse_seconds("--measure", measure, least=LEAST_SECONDS)
+        found = _measure(model, seconds, workload)
     config = load_config(
         overrides={
             "model": model,
@@ -250,8 +262,18 @@ def _site(
     return MeasuredSite(found), most, [found.tp] if tp == "1" else tps, config
 
 
+def _check_measurable(devices: int | None, tps: Sequence[int]) -> None:
+    """Raises InvalidArgument for workers that `_measure` does not measure."""
+    most = max(_MEASURED_WORKERS)
+    advice = "use tandem plan measure and --profile"
+    if devices is not None and devices > most:
+        raise InvalidArgument(f"--measure measures at most {most} workers; {advice}", "--devices")
+    if set(tps) != {1}:
+        raise InvalidArgument(f"--measure measures workers of one rank; {advice}", "--tp")
+
+
 def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
-    """Measures this machine, for sequences as long as the workload's."""
+    """Measures this machine, for sequences as long as the longest of the sensitivity."""
     from ..store.checked import checked_folder
     from .measure import measure_profile  # with torch, which takes a second
 
@@ -259,9 +281,9 @@ def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
     return measure_profile(
         config,
         checked_folder(config),
-        workers=[1, 2],
+        workers=_MEASURED_WORKERS,
         seconds=seconds,
-        context_tokens=workload.longest,
+        context_tokens=workload.with_lengths(1 + _CHANGE).longest,
         report=lambda line: typer.echo(line, err=True),
     )
 
@@ -311,13 +333,19 @@ def _autoscale(
 
 
 def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
-    """Returns the results of the chosen split if one thing changes."""
+    """Returns the results of the chosen split if one thing changes.
+
+    Leaves out lengths that are not measured, and prints why.
+    """
     rate = planner.workload.rate
     found = {}
     for sign in (-1, 1):
         factor = 1 + sign * _CHANGE
         change = f"{sign * _CHANGE:+.0%}"
-        found[f"lengths {change}"] = planner.run(chosen.split, rate, lengths=factor)
+        try:
+            found[f"lengths {change}"] = planner.run(chosen.split, rate, lengths=factor)
+        except InvalidArgument as error:
+            typer.echo(f"without lengths {change}: {error}", err=True)
         found[f"rate {change}"] = planner.run(chosen.split, factor * rate)
         found[f"step time {change}"] = planner.run(chosen.split, rate, step_time=factor)
     return dict(sorted(found.items()))
@@ -326,7 +354,11 @@ def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
 def _curves(
     planner: Planner, plans: list[SplitPlan], chosen: SplitPlan | None
 ) -> dict[str, list[RateResult]]:
-    """Returns the results over the rate: of the best split, and of the best of the other kind."""
+    """Returns the results at `_PLOTTED` rates by the name of the split.
+
+    The splits are the best one, and the best one of the other kind. The highest rate is above the
+    higher knee of both.
+    """
     best = chosen or best_knee(plans)
     other = other_kind(plans, best)
     shown = [best] if other is None else [best, other]
@@ -345,30 +377,25 @@ def _write(path: Path, config: TandemConfig, plan: SplitPlan) -> None:
 
 
 def _parse_tps(text: str) -> list[int]:
+    """Parses numbers of ranks, such as 1,2,4; returns each once. Raises InvalidArgument."""
     try:
-        found = [int(part) for part in text.split(",")]
+        found = sorted({int(part) for part in text.split(",")})
     except ValueError:
         found = []
-    if not found or not all(1 <= each <= 64 for each in found):
+    if not found or not 1 <= found[0] <= found[-1] <= 64:
         raise InvalidArgument(f"must be numbers from 1 to 64, such as 1,2,4; got {text!r}", "--tp")
     return found
 
 
-def _parse_seconds(option: str, text: str) -> float:
-    """Parses a time such as 60s. Raises InvalidArgument."""
+def _parse_seconds(option: str, text: str, *, least: float = 0.0) -> float:
+    """Parses a time such as 60s, of at least `least` seconds. Raises InvalidArgument."""
     try:
         seconds = float(text.removesuffix("s"))
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds <= _MAX_SECONDS:
+    if not least <= seconds <= _MAX_SECONDS:
         raise InvalidArgument(
-            f"must be a time from 0s to {_MAX_SECONDS:g}s, such as 30s, got {text!r}", option
+            f"must be a time from {least:g}s to {_MAX_SECONDS:g}s, such as 30s, got {text!r}",
+            option,
         )
     return seconds
-
-
-def _check_folders(files: Mapping[str, Path | None]) -> None:
-    """Raises InvalidArgument for a file of an option that cannot be written, before hours pass."""
-    for option, path in files.items():
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise InvalidArgument(f"the folder of {path} cannot be written", option)

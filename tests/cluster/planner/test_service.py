@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
 from tandem.cluster.config import load_config
+from tandem.cluster.planner import report
 from tandem.cluster.planner.changes import (
     autoscaled,
     chain,
@@ -149,6 +150,7 @@ def test_faults_are_repeated_until_the_last_request() -> None:
     assert parse_faults(["kill decode every 10s", "kill prefill at 25s"]) == [every, once]
     assert (every.role, every.times(35.0)) == ("decode", [10.0, 20.0, 30.0])
     assert (once.role, once.times(35.0), once.times(20.0)) == ("prefill", [25.0], [])
+    assert (every.times(30.0), once.times(25.0)) == ([10.0, 20.0], [])  # before the end
     service, _ = MeasuredSite(make_profile(1)).service(Split(0, 1))
     workload = PlannedWorkload.poisson(1.0, 16, 2, 26, seed=0)
     changed = with_faults([every, once], 5.0)(service, workload)
@@ -156,6 +158,21 @@ def test_faults_are_repeated_until_the_last_request() -> None:
         ("decode", 10.0),
         ("decode", 20.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "seconds"),
+    [
+        ([], 0.0),
+        (["kill decode at 5s"], 5.0 + 30.0),
+        (["kill decode every 5s"], 10.0 + 30.0),
+        (["kill decode every 60s, kill prefill at 90s"], 120.0 + 30.0),
+    ],
+)
+def test_requests_arrive_until_the_workers_have_started_again(
+    rules: list[str], seconds: float
+) -> None:
+    assert least_seconds(parse_faults(rules), 30.0) == seconds
 
 
 def test_requests_arrive_until_workers_have_died_at_any_rate() -> None:
@@ -384,13 +401,43 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
         ),
         ((*SLO, *WORKLOAD, "--restart", "soon"), "--restart: must be a time from 0s to 86400s"),
         ((*SLO, *WORKLOAD, "--json", "/nowhere/plan.json"), "--json: the folder of"),
+        ((*SLO, *WORKLOAD, "--json", "/tmp"), "--json: /tmp is a folder"),
         ((*SLO, *WORKLOAD, "--device", "h100", "--tp", "0"), "--tp: must be numbers"),
+        ((*SLO, *WORKLOAD, "--measure", "1s"), "--measure: must be a time from 5s to 86400s"),
+        ((*SLO, *WORKLOAD, "--measure", "9s", "--devices", "3"), "--devices: --measure measures"),
+        ((*SLO, *WORKLOAD, "--measure", "9s", "--tp", "2"), "--tp: --measure measures"),
         ((*SLO, *WORKLOAD, "--attainment", "1.5", "--device", "h100"), "--attainment"),
     ],
 )
 def test_wrong_options_are_named(args: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["plan", "service", MODEL, *args])
     assert message in str(result.exception)
+
+
+def test_a_missing_package_is_named_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *SLO, *WORKLOAD, "--plot", "p.png"])
+    assert "--plot: needs matplotlib" in str(result.exception)
+
+
+def test_lengths_that_are_not_measured_are_left_out(profile_file: Path, tmp_path: Path) -> None:
+    found = tmp_path / "plan.json"
+    workload = ("--input-len", "4200", "--output-len", "2", "--requests", "10", "--rate", "0.05")
+    options = ("--profile", str(profile_file), "--devices", "1", "--json", str(found))
+    slo = ("--slo", "ttft=60s")
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *slo, *workload, *options])
+    assert result.exception is None, result.output
+    assert "without lengths +10%: --profile: steps of together on 1 are outside" in result.stderr
+    sensitivity = json.loads(found.read_text())["sensitivity"]
+    assert "lengths -10%" in sensitivity
+    assert "lengths +10%" not in sensitivity
+
+
+def test_equal_numbers_of_ranks_are_planned_once(profile_file: Path, tmp_path: Path) -> None:
+    found = tmp_path / "plan.json"
+    options = ("--profile", str(profile_file), "--devices", "1", "--json", str(found))
+    run(*SLO, *WORKLOAD, *options, "--tp", "1,1")
+    assert len(json.loads(found.read_text())["splits"]) == 1
 
 
 def test_workers_on_cpus_share_one_machine() -> None:
