@@ -11,10 +11,9 @@ from ..config import PoolRole
 from ..scaling.config import ScalingConfig
 from ..sim.result import SimulationResult
 from ..sim.service import Fault, SimulatedPool, SimulatedService
-from .workload import PlannedWorkload
 
-Change = Callable[[SimulatedService, PlannedWorkload], SimulatedService]
-"""Returns a changed service for a workload."""
+Change = Callable[[SimulatedService, float], SimulatedService]
+"""Returns a changed service. The number is the time of the last arrival, in seconds."""
 
 _OPTION: Final = "--faults"
 _RULE: Final = re.compile(r"kill (prefill|decode) (every|at) (\d+(?:\.\d+)?)s")
@@ -71,7 +70,7 @@ def least_seconds(rules: Iterable[FaultRule], start_seconds: float) -> float:
     return max(last_deaths) + start_seconds if last_deaths else 0.0
 
 
-def unchanged(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+def unchanged(service: SimulatedService, arrivals_end: float) -> SimulatedService:
     """Returns the same service."""
     return service
 
@@ -79,9 +78,9 @@ def unchanged(service: SimulatedService, workload: PlannedWorkload) -> Simulated
 def chain(*changes: Change) -> Change:
     """Returns a change that applies several changes, in order."""
 
-    def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+    def change(service: SimulatedService, arrivals_end: float) -> SimulatedService:
         for each in changes:
-            service = each(service, workload)
+            service = each(service, arrivals_end)
         return service
 
     return change
@@ -93,13 +92,12 @@ def with_faults(rules: Sequence[FaultRule], start_seconds: float) -> Change:
     Each is ready again `start_seconds` later.
     """
 
-    def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
-        end = workload.requests[-1].time
+    def change(service: SimulatedService, arrivals_end: float) -> SimulatedService:
         faults = [
             Fault(time=time, role=rule.role, restart_seconds=start_seconds)
             for rule in rules
             if rule.role in service.pools
-            for time in rule.times(end)
+            for time in rule.times(arrivals_end)
         ]
         return replace(service, faults=tuple(faults))
 
@@ -120,7 +118,7 @@ def autoscaled(start_seconds: float, tpot_ms: float | None = None) -> Change:
         scaling = ScalingConfig(max_replicas=pool.workers, tpot_seconds=tpot_seconds)
         return replace(pool, workers=1, scaling=scaling, start_seconds=start_seconds)
 
-    def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+    def change(service: SimulatedService, arrivals_end: float) -> SimulatedService:
         prefill = service.prefill
         return replace(
             service,
@@ -139,6 +137,6 @@ def mean_workers(result: SimulationResult, start_seconds: float) -> dict[PoolRol
     found: dict[PoolRole, float] = {}
     for each in result.workers:
         begin = max(each.started - start_seconds, 0.0)
-        end = result.seconds if each.ended is None else min(each.ended, result.seconds)
-        found[each.role] = found.get(each.role, 0.0) + max(end - begin, 0.0) / result.seconds
+        seconds = max(each.end_before(result.seconds) - begin, 0.0)
+        found[each.role] = found.get(each.role, 0.0) + seconds / result.seconds
     return found

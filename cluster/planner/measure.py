@@ -29,7 +29,6 @@ from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder
 from .process import Answer, MeasuredProcess, ProcessSpec, run_process
 from .profile import (
-    LEAST_SECONDS,
     Profile,
     ProfiledBudgets,
     RouterProfile,
@@ -55,13 +54,12 @@ def measure_profile(
 ) -> Profile:
     """Measures for `seconds`, besides the starts of workers and services; returns the profile.
 
+    In less than LEAST_SECONDS, parts of the grid are not measured.
     `workers` are numbers of workers that share this machine. `context_tokens` is the length of the
     longest sequence to measure. `report` gets a line before each part. Raises InvalidArgument on a
     Ray cluster, whose nodes are other machines, and KeyboardInterrupt at SIGINT and SIGTERM, after
     all processes have ended.
     """
-    if seconds < LEAST_SECONDS:
-        raise InvalidArgument(f"must be at least {LEAST_SECONDS:g}, got {seconds:g}", "--seconds")
     if prepare_ray_environment(None) is not None:
         raise InvalidArgument("this machine is measured; unset RAY_ADDRESS", "address")
     measurement = _Measurement(config, folder, context_tokens, report)

@@ -10,7 +10,7 @@ from ...workers.kv_cache.layout import ITEM_BYTES
 from ..cli.options import check_choice, check_writable
 from ..config import KvCacheDtype, Quantization, load_config
 from ..store.checked import checked_folder
-from .profile import describe_fit
+from .profile import LEAST_SECONDS, describe_fit
 
 DEFAULT_CONTEXT: Final = 4096
 _MAX_WORKERS: Final = 64
@@ -56,7 +56,9 @@ def measure_command(
     check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
     if quantization is not None:
         check_choice("--quantization", quantization, get_args(Quantization))
-    numbers = workers or ([1, 2] if device == "cpu" else [1])
+    if not seconds >= LEAST_SECONDS:
+        raise InvalidArgument(f"must be at least {LEAST_SECONDS:g}, got {seconds:g}", "--seconds")
+    numbers = sorted(set(workers or ([1, 2] if device == "cpu" else [1])))
     if not all(1 <= each <= _MAX_WORKERS for each in numbers):
         raise InvalidArgument(f"must be from 1 to {_MAX_WORKERS}", "--workers")
     check_writable("--out", out)

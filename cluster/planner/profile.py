@@ -145,7 +145,7 @@ class Profile(BaseModel):
                 return each
         measured = " and ".join(str(each.workers) for each in self.workers)
         raise InvalidArgument(
-            f"{num_workers} workers on this machine are not measured, only {measured}; run "
+            f"a split of {_count(num_workers, 'worker')} is not measured, only {measured}; run "
             f"tandem plan measure with --workers {num_workers}",
             "--profile",
         )

@@ -214,18 +214,18 @@ class Planner:
             check_workload(split, service, costs, workload)
         if step_time != 1.0:
             costs = costs.scaled(step_time)
-        changed = change(service, workload)
+        arrivals_end = workload.requests[-1].time
+        changed = change(service, arrivals_end)
         result = simulate(changed, workload.requests, costs, self._seed)
         figures = result.summary(self.objective.limits).figures
         longest = request_seconds(service, costs, workload)
-        arrivals = workload.requests[-1].time
-        allowed = _DRAIN_SECONDS + _DRAIN_SHARE * arrivals
+        allowed = longest + _DRAIN_SECONDS + _DRAIN_SHARE * arrivals_end
         if changed.faults:  # the last requests may wait for a worker that starts again
             allowed += service.park_seconds
         return RateResult(
             rate=rate,
             attainment=figures["slo_attainment"],
-            is_saturated=result.seconds - arrivals > longest + allowed,
+            is_saturated=result.seconds - arrivals_end > allowed,
             result=result,
         )
 

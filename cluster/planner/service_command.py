@@ -309,10 +309,8 @@ def _echo_faults(planner: Planner, plan: SplitPlan) -> None:
     if disturbed is None:
         return
     undisturbed = planner.run(plan.split, disturbed.rate, change=unchanged)
-    num_faults = sum(
-        each.ended is not None and each.ended < disturbed.result.seconds
-        for each in disturbed.result.workers
-    )
+    end = disturbed.result.seconds
+    num_faults = sum(each.end_before(end) < end for each in disturbed.result.workers)
     typer.echo(fault_line(plan.split, disturbed, undisturbed, num_faults))
 
 
