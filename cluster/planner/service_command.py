@@ -1,7 +1,4 @@
-"""`tandem plan service`: finds the workers that meet an objective, on the simulator.
-
-Starts a service only to measure this machine (`--measure`).
-"""
+"""`tandem plan service`: finds the workers that meet an objective, on the simulator."""
 
 import json
 import math
@@ -14,14 +11,9 @@ import yaml
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.costs.roofline import DEVICES
-from ..arithmetic import make_cost
-from ..bench.options import parse_slo
-from ..cli.options import check_choice, check_writable
-from ..config import TandemConfig, load_config
-from ..explain.cost import read_model_config
+from ..config import TandemConfig
 from ..tables import table_console
 from ..traces.prompts import describe_trace
-from ..traces.read import TraceScale, parse_scale, read_trace
 from .changes import (
     FaultRule,
     autoscaled,
@@ -32,11 +24,9 @@ from .changes import (
     unchanged,
     with_faults,
 )
-from .profile import LEAST_SECONDS, Profile, read_profile
 from .report import (
     Autoscaling,
     autoscaling_line,
-    check_plot,
     draw_rates,
     fault_line,
     plan_json,
@@ -46,15 +36,19 @@ from .report import (
     verdict,
 )
 from .search import Planner, RateResult, SplitPlan, best_knee, choose, list_splits, other_kind
-from .site import ArithmeticSite, MeasuredSite, Site
-from .workload import Objective, PlannedWorkload
+from .service_options import (
+    CHANGE,
+    check_files,
+    make_site,
+    make_workload,
+    parse_objective,
+    parse_seconds,
+)
+from .workload import PlannedWorkload
 
 _MAX_REQUESTS: Final = 1_000_000
 _MAX_DEVICES: Final = 1_024
-_MAX_SECONDS: Final = 86_400.0
 _PLOTTED: Final = 6  # rates of each curve
-_CHANGE: Final = 0.1  # of lengths, rate and step time, as a share
-_MEASURED_WORKERS: Final = (1, 2)  # of --measure, on the same machine
 
 
 def service_command(
@@ -120,19 +114,17 @@ def service_command(
     workers together, without disaggregation, which can be the better choice. The knee of a split is
     the highest rate at which it meets the objective.
     """
-    objective = _objective(slo, attainment)
+    objective = parse_objective(slo, attainment)
     if not 10 <= requests <= _MAX_REQUESTS:
         raise InvalidArgument(f"must be from 10 to {_MAX_REQUESTS}", "--requests")
-    for option, path in (("--json", json_file), ("--plot", plot), ("--write", write)):
-        if path is not None:
-            check_writable(option, path)
-    if plot is not None:
-        check_plot()
-    start_seconds = _parse_seconds("--restart", restart)
+    check_files({"--json": json_file, "--plot": plot, "--write": write})
+    start_seconds = parse_seconds("--restart", restart)
     rules = parse_faults(faults or ())
-    workload = _workload(rate, input_len, output_len, trace, length_scale, speed, requests, seed)
+    workload = make_workload(
+        rate, input_len, output_len, trace, length_scale, speed, requests, seed
+    )
     seconds = _least_seconds(rules, start_seconds, workload)
-    site, most, tps, config = _site(model, profile, measure, device, devices, tp, workload)
+    site, most, tps, config = make_site(model, profile, measure, device, devices, tp, workload)
     planner = Planner(
         site,
         workload,
@@ -176,116 +168,6 @@ def service_command(
         draw_rates(_curves(planner, plans, chosen), objective, plot)
     if write is not None:
         _write(write, config, chosen or best_knee(plans))
-
-
-def _objective(slo: str, attainment: float) -> Objective:
-    """Parses an objective. Raises InvalidArgument."""
-    objective = Objective(limits=parse_slo(slo), attainment=attainment)
-    if not objective.limits:
-        raise InvalidArgument("must have a limit, such as ttft=1s", "--slo")
-    if not 0 < attainment < 1:
-        raise InvalidArgument(f"must be between 0 and 1, got {attainment:g}", "--attainment")
-    return objective
-
-
-def _workload(
-    rate: float | None,
-    input_len: int,
-    output_len: int,
-    trace: Path | None,
-    length_scale: str,
-    speed: float,
-    requests: int,
-    seed: int,
-) -> PlannedWorkload:
-    """Returns the requests of a trace or of a Poisson process. Raises InvalidArgument."""
-    if trace is None:
-        if rate is None:
-            raise InvalidArgument("give --rate, with --input-len and --output-len, or --trace")
-        if not (0 < rate < math.inf):
-            raise InvalidArgument("must be above 0 requests/s", "--rate")
-        return PlannedWorkload.poisson(rate, input_len, output_len, requests, seed)
-    if not (0 < speed < math.inf):
-        raise InvalidArgument("must be above 0", "--speed")
-    scale = TraceScale(parse_scale(length_scale), speed)
-    workload = PlannedWorkload(read_trace(trace, scale)[:requests])
-    if not workload.rate:
-        raise InvalidArgument("has all its requests at one time", "--trace")
-    return workload if rate is None else workload.at_rate(rate)
-
-
-def _site(
-    model: str,
-    profile: Path | None,
-    measure: str | None,
-    device: str | None,
-    devices: int | None,
-    tp: str,
-    workload: PlannedWorkload,
-) -> tuple[Site, int, list[int], TandemConfig]:
-    """Returns the site, its number of devices, the numbers of ranks, and a configuration.
-
-    Measures this machine if `measure` is given. Raises InvalidArgument.
-    """
-    if sum(each is not None for each in (profile, measure, device)) != 1:
-        raise InvalidArgument("give one of --profile, --measure and --device")
-    tps = _parse_tps(tp)
-    if device is not None:
-        check_choice("--device", device, DEVICES)
-        config = load_config(overrides={"model": model, "device": "cuda"})
-        site = ArithmeticSite(
-            config=config,
-            cost=make_cost(read_model_config(model), config.dtype, device_type="cuda"),
-            name=device,
-            device=DEVICES[device],
-        )
-        fitting = [each for each in tps if site.holds(each, workload.longest)]
-        return site, devices or 8, fitting or tps, config
-    if profile is not None:
-        found = read_profile(profile)
-    else:
-        assert measure is not None
-        _check_measurable(devices, tps)
-        seconds = _parse_seconds("--measure", measure, least=LEAST_SECONDS)
-        found = _measure(model, seconds, workload)
-    config = load_config(
-        overrides={
-            "model": model,
-            "dtype": found.dtype,
-            "quantization": found.quantization,
-            "kv_cache_dtype": found.kv_cache_dtype,
-            "device": found.device,
-        }
-    )
-    found.check_model(config.served_name)
-    most = devices or max(each.workers for each in found.workers) * found.tp
-    return MeasuredSite(found), most, [found.tp] if tp == "1" else tps, config
-
-
-def _check_measurable(devices: int | None, tps: Sequence[int]) -> None:
-    """Raises InvalidArgument for workers that `_measure` does not measure."""
-    most = max(_MEASURED_WORKERS)
-    advice = "use tandem plan measure and --profile"
-    if devices is not None and devices > most:
-        raise InvalidArgument(f"--measure measures at most {most} workers; {advice}", "--devices")
-    if set(tps) != {1}:
-        raise InvalidArgument(f"--measure measures workers of one rank; {advice}", "--tp")
-
-
-def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
-    """Measures this machine, for sequences as long as the longest of the sensitivity."""
-    from ..store.checked import checked_folder
-    from .measure import measure_profile  # with torch, which takes a second
-
-    config = load_config(overrides={"model": model})
-    return measure_profile(
-        config,
-        checked_folder(config),
-        workers=_MEASURED_WORKERS,
-        seconds=seconds,
-        context_tokens=workload.with_lengths(1 + _CHANGE).longest,
-        report=lambda line: typer.echo(line, err=True),
-    )
 
 
 def _least_seconds(
@@ -338,8 +220,8 @@ def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
     rate = planner.workload.rate
     found = {}
     for sign in (-1, 1):
-        factor = 1 + sign * _CHANGE
-        change = f"{sign * _CHANGE:+.0%}"
+        factor = 1 + sign * CHANGE
+        change = f"{sign * CHANGE:+.0%}"
         try:
             found[f"lengths {change}"] = planner.run(chosen.split, rate, lengths=factor)
         except InvalidArgument as error:
@@ -372,28 +254,3 @@ def _write(path: Path, config: TandemConfig, plan: SplitPlan) -> None:
     tree["prefill"] = {"replicas": split.prefill, "tp": split.tp}
     tree["decode"] = {"replicas": split.decode, "tp": split.tp}
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
-
-
-def _parse_tps(text: str) -> list[int]:
-    """Parses numbers of ranks, such as 1,2,4; returns each once. Raises InvalidArgument."""
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or not 1 <= found[0] <= found[-1] <= 64:
-        raise InvalidArgument(f"must be numbers from 1 to 64, such as 1,2,4; got {text!r}", "--tp")
-    return found
-
-
-def _parse_seconds(option: str, text: str, *, least: float = 0.0) -> float:
-    """Parses a time such as 60s, of at least `least` seconds. Raises InvalidArgument."""
-    try:
-        seconds = float(text.removesuffix("s"))
-    except ValueError:
-        seconds = math.nan
-    if not least <= seconds <= _MAX_SECONDS:
-        raise InvalidArgument(
-            f"must be a time from {least:g}s to {_MAX_SECONDS:g}s, such as 30s, got {text!r}",
-            option,
-        )
-    return seconds
