@@ -58,31 +58,40 @@ def list_scenarios(
 ) -> list[Scenario]:
     """Returns the grid for a worker, the scenarios of the shortest contexts first.
 
-    The longest context belongs to a sequence of `context_tokens`. Leaves out scenarios that take
-    more than 90 % of `capacity_tokens`, the KV cache.
+    The longest sequence has `context_tokens`. Leaves out scenarios that take more than 90 % of
+    `capacity_tokens`, the KV cache.
     """
-    longest = max(context_tokens - _MAX_OUTPUT - budgets.chunk_tokens, _SHORT)
+    longest = max(context_tokens - _MAX_OUTPUT, _SHORT)  # of a decode
     contexts = sorted({min(each, longest) for each in (_SHORT, 512, 2048, longest)})
     most = budgets.max_sequences
     batches = sorted({min(each, most) for each in (1, 4, 16, most)})
-    prompts = sorted({min(each, budgets.chunk_tokens) for each in (16, 128, budgets.chunk_tokens)})
+    chunk = min(budgets.chunk_tokens, context_tokens)
+    prompts = sorted({min(each, chunk) for each in (16, 128, chunk)})
+    # Nothing is decoded after a prompt that is alone, so it may end with the longest sequence.
+    prompt_contexts = sorted(
+        {min(each, context_tokens - chunk) for each in (0, 512, 2048, context_tokens)}
+    )
     mixed_prompts = (8, 2 * budgets.mixed_chunk_tokens)
     found = [
         *(Scenario(batch=batch, context=each) for each in contexts for batch in batches),
         *(
             Scenario(prompt=prompt, prompt_context=each)
-            for each in (0, *contexts[1:])
+            for each in prompt_contexts
             for prompt in prompts
         ),
         *(
             Scenario(batch=batch, context=contexts[-1] // 4, prompt=prompt, prompt_context=each)
             for batch in sorted({min(each, most - 1) for each in (1, 8, 32)} - {0})
             for prompt in mixed_prompts
-            for each in (0, contexts[-1])
+            for each in (0, max(context_tokens - prompt, 0))
         ),
     ]
     bound = _LARGEST_SHARE * capacity_tokens
-    fitting = [each for each in found if each.num_tokens <= bound]
+    fitting = [
+        each
+        for each in found
+        if each.num_tokens <= bound and each.prompt_context + each.prompt <= context_tokens
+    ]
     return sorted(fitting, key=lambda each: max(each.context, each.prompt_context))
 
 
