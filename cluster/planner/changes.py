@@ -41,7 +41,7 @@ class FaultRule:
 
 
 def parse_faults(texts: Iterable[str]) -> list[FaultRule]:
-    """Parses rules, such as `kill decode every 60s`; a text may have several, with commas.
+    """Parses rules, such as `kill decode every 60s`; commas separate the rules of a text.
 
     Raises InvalidArgument.
     """

@@ -52,9 +52,9 @@ class SplitPlan:
     split: Split
     num_devices: int
     bound: float  # requests/s that no service of this split can exceed
-    # Requests/s at which the objective is still met; 0: it is met at no rate. None: not searched,
-    # because fewer devices meet the objective, or because it is not above the knee of another split
-    # of its kind.
+    # The highest requests/s at which the objective is met; 0: it is met at no rate. None: not
+    # searched, because other numbers of devices matter, or not above the knee of another split of
+    # its kind.
     knee: float | None
     at_rate: RateResult | None  # at the given rate; None: the arithmetic bound is below it
 
@@ -160,7 +160,8 @@ class Planner:
     def _with_knees(self, plans: Sequence[SplitPlan]) -> list[SplitPlan]:
         """Returns the plans with the best knee of each kind: with disaggregation, and without it.
 
-        Begins with the highest bounds, and leaves out the other knees that are lower for sure.
+        Begins with the highest bounds. A plan gets no knee if another one of its kind has a knee
+        that is not lower.
         """
         best = {True: 0.0, False: 0.0}
         found: dict[Split, SplitPlan] = {}

@@ -29,8 +29,8 @@ class StepWork:
     """Holds the amounts of a step that decide its time."""
 
     sequences: int = 0
-    # Keys and values that are read: a decode reads its context, and a prompt its own once for every
-    # 32 tokens.
+    # Tokens whose keys and values are read. A decode reads its context once; a prompt reads its
+    # context once for every 32 of its tokens.
     context_tokens: int = 0
     prompt_tokens: int = 0
     # The number of (query, key) pairs of prompts: the sum of prompt tokens x their mean context.
@@ -142,7 +142,7 @@ class StepSample(NamedTuple):
 
     @classmethod
     def of_row(cls, row: Sequence[float]) -> Self:
-        """Returns the sample of a row as of `as_row`."""
+        """Returns the sample of a row that `as_row` has returned."""
         *amounts, seconds = row
         return cls(StepWork(**dict(zip(_AMOUNTS, map(int, amounts), strict=True))), seconds)
 
