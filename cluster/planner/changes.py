@@ -1,5 +1,6 @@
 """Changes a planned service: workers that die, and pools that follow the load."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,36 +11,37 @@ from ..config import PoolRole
 from ..scaling.config import ScalingConfig
 from ..sim.result import SimulationResult
 from ..sim.service import Fault, SimulatedPool, SimulatedService
-from .workload import PlannedWorkload
 
-Change = Callable[[SimulatedService, PlannedWorkload], SimulatedService]
-"""Returns a changed service for a workload."""
+Change = Callable[[SimulatedService, float], SimulatedService]
+"""Returns a changed service. The number is the time of the last arrival, in seconds."""
 
 _OPTION: Final = "--faults"
 _RULE: Final = re.compile(r"kill (prefill|decode) (every|at) (\d+(?:\.\d+)?)s")
 _LEAST_SECONDS: Final = 1.0
 _MOST_SECONDS: Final = 86_400.0
-_DEATHS: Final = 2  # of a repeated rule, in each simulation at least
-_MOST_TPOT_SECONDS: Final = 60.0  # of `ScalingConfig.tpot_seconds`; a higher limit is none
+_DEATHS: Final = 2  # the least deaths of a repeated rule in each simulation
+_MOST_TPOT_SECONDS: Final = 60.0  # of `ScalingConfig.tpot_seconds`; a higher target is left out
 _LEAST_TPOT_SECONDS: Final = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRule:
-    """Describes workers of a role that die: one at a time, or one at every multiple of it."""
+    """Describes when workers of a role die: one worker at each time."""
 
     role: PoolRole
-    seconds: float
-    repeats: bool
+    seconds: float  # the time of the first death
+    repeats: bool  # False: the first death is the only one; True: the next follow at its multiples
 
     def times(self, end: float) -> list[float]:
         """Returns the times of the deaths before `end`."""
-        count = int(end / self.seconds) if self.repeats else int(self.seconds < end)
+        count = math.ceil(end / self.seconds) - 1
+        if not self.repeats:
+            count = min(count, 1)
         return [self.seconds * (number + 1) for number in range(count)]
 
 
 def parse_faults(texts: Iterable[str]) -> list[FaultRule]:
-    """Parses rules, such as `kill decode every 60s`; a text may have several, with commas.
+    """Parses rules, such as `kill decode every 60s`; commas separate the rules of a text.
 
     Raises InvalidArgument.
     """
@@ -64,41 +66,38 @@ def parse_faults(texts: Iterable[str]) -> list[FaultRule]:
 
 def least_seconds(rules: Iterable[FaultRule], start_seconds: float) -> float:
     """Returns for how long requests must arrive, so that workers die and start again meanwhile."""
-    return max(
-        (
-            (_DEATHS if each.repeats else 1) * each.seconds + min(start_seconds, each.seconds)
-            for each in rules
-        ),
-        default=0.0,
-    )
+    last_deaths = [(_DEATHS if each.repeats else 1) * each.seconds for each in rules]
+    return max(last_deaths) + start_seconds if last_deaths else 0.0
 
 
-def unchanged(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+def unchanged(service: SimulatedService, arrivals_end: float) -> SimulatedService:
     """Returns the same service."""
     return service
 
 
 def chain(*changes: Change) -> Change:
-    """Returns the change that makes some changes one after another."""
+    """Returns a change that applies several changes, in order."""
 
-    def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+    def change(service: SimulatedService, arrivals_end: float) -> SimulatedService:
         for each in changes:
-            service = each(service, workload)
+            service = each(service, arrivals_end)
         return service
 
     return change
 
 
 def with_faults(rules: Sequence[FaultRule], start_seconds: float) -> Change:
-    """Returns the change by which workers die while requests arrive, and start again."""
+    """Returns a change that kills workers while requests arrive.
 
-    def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
-        end = workload.requests[-1].time
+    Each is ready again `start_seconds` later.
+    """
+
+    def change(service: SimulatedService, arrivals_end: float) -> SimulatedService:
         faults = [
             Fault(time=time, role=rule.role, restart_seconds=start_seconds)
             for rule in rules
             if rule.role in service.pools
-            for time in rule.times(end)
+            for time in rule.times(arrivals_end)
         ]
         return replace(service, faults=tuple(faults))
 
@@ -106,9 +105,10 @@ def with_faults(rules: Sequence[FaultRule], start_seconds: float) -> Change:
 
 
 def autoscaled(start_seconds: float, tpot_ms: float | None = None) -> Change:
-    """Returns the change by which each pool begins with a worker, and grows to its usual size.
+    """Returns a change that lets each pool begin with one worker and grow to its usual size.
 
-    `tpot_ms`: the objective, which becomes the target of the decode pool.
+    A new worker is ready after `start_seconds`. `tpot_ms`: the TPOT of the objective, which becomes
+    the target of the decode pool.
     """
     tpot_seconds = None if tpot_ms is None else max(tpot_ms / 1000, _LEAST_TPOT_SECONDS)
     if tpot_seconds is not None and tpot_seconds > _MOST_TPOT_SECONDS:
@@ -118,12 +118,12 @@ def autoscaled(start_seconds: float, tpot_ms: float | None = None) -> Change:
         scaling = ScalingConfig(max_replicas=pool.workers, tpot_seconds=tpot_seconds)
         return replace(pool, workers=1, scaling=scaling, start_seconds=start_seconds)
 
-    def change(service: SimulatedService, workload: PlannedWorkload) -> SimulatedService:
+    def change(service: SimulatedService, arrivals_end: float) -> SimulatedService:
         prefill = service.prefill
         return replace(
             service,
             decode=scaled(service.decode, tpot_seconds),
-            prefill=scaled(prefill, None) if prefill is not None and prefill.workers else None,
+            prefill=None if prefill is None else scaled(prefill, None),
         )
 
     return change
@@ -137,6 +137,6 @@ def mean_workers(result: SimulationResult, start_seconds: float) -> dict[PoolRol
     found: dict[PoolRole, float] = {}
     for each in result.workers:
         begin = max(each.started - start_seconds, 0.0)
-        end = result.seconds if each.ended is None else min(each.ended, result.seconds)
-        found[each.role] = found.get(each.role, 0.0) + max(end - begin, 0.0) / result.seconds
+        seconds = max(each.end_before(result.seconds) - begin, 0.0)
+        found[each.role] = found.get(each.role, 0.0) + seconds / result.seconds
     return found

@@ -31,10 +31,10 @@ from ..sim.cost import StepSample, StepWork
 DECODE_STEPS: Final = 4
 """Measured decode steps of a scenario, after one that is not measured."""
 
-_MAX_OUTPUT: Final = 64  # tokens that a sequence decodes, at most
+_MAX_OUTPUT: Final = 64  # the most tokens that a sequence decodes
 _MAX_STEPS: Final = 1000
 _SHORT: Final = 32  # tokens of the shortest context
-_LARGEST_SHARE: Final = 0.9  # of the KV cache, which one scenario may take
+_LARGEST_SHARE: Final = 0.9  # of the KV cache, for one scenario
 _MAX_ROUNDS: Final = 20
 
 
@@ -49,7 +49,7 @@ class Scenario:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the tokens of KV cache that the steps take, at most."""
+        """Returns the most tokens of KV cache that the steps take."""
         return self.batch * (self.context + _MAX_OUTPUT) + self.prompt_context + self.prompt
 
 
@@ -58,31 +58,40 @@ def list_scenarios(
 ) -> list[Scenario]:
     """Returns the grid for a worker, the scenarios of the shortest contexts first.
 
-    The longest context belongs to a sequence of `context_tokens`. A scenario takes at most most of
-    `capacity_tokens`.
+    The longest sequence has `context_tokens`. Leaves out scenarios that take more than 90 % of
+    `capacity_tokens`, the KV cache.
     """
-    longest = max(context_tokens - _MAX_OUTPUT - budgets.chunk_tokens, _SHORT)
+    longest = max(context_tokens - _MAX_OUTPUT, _SHORT)  # of a decode
     contexts = sorted({min(each, longest) for each in (_SHORT, 512, 2048, longest)})
     most = budgets.max_sequences
     batches = sorted({min(each, most) for each in (1, 4, 16, most)})
-    prompts = sorted({min(each, budgets.chunk_tokens) for each in (16, 128, budgets.chunk_tokens)})
+    chunk = min(budgets.chunk_tokens, context_tokens)
+    prompts = sorted({min(each, chunk) for each in (16, 128, chunk)})
+    # Nothing is decoded after a prompt that is alone, so it may end with the longest sequence.
+    prompt_contexts = sorted(
+        {min(each, context_tokens - chunk) for each in (0, 512, 2048, context_tokens)}
+    )
     mixed_prompts = (8, 2 * budgets.mixed_chunk_tokens)
     found = [
         *(Scenario(batch=batch, context=each) for each in contexts for batch in batches),
         *(
             Scenario(prompt=prompt, prompt_context=each)
-            for each in (0, *contexts[1:])
+            for each in prompt_contexts
             for prompt in prompts
         ),
         *(
             Scenario(batch=batch, context=contexts[-1] // 4, prompt=prompt, prompt_context=each)
             for batch in sorted({min(each, most - 1) for each in (1, 8, 32)} - {0})
             for prompt in mixed_prompts
-            for each in (0, contexts[-1])
+            for each in (0, max(context_tokens - prompt, 0))
         ),
     ]
     bound = _LARGEST_SHARE * capacity_tokens
-    fitting = [each for each in found if each.num_tokens <= bound]
+    fitting = [
+        each
+        for each in found
+        if each.num_tokens <= bound and each.prompt_context + each.prompt <= context_tokens
+    ]
     return sorted(fitting, key=lambda each: max(each.context, each.prompt_context))
 
 
@@ -94,10 +103,10 @@ def measure_grid(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepSample]:
-    """Measures scenarios, in rounds, until `seconds` have passed.
+    """Measures scenarios, in rounds, until `seconds` have passed by `clock`.
 
-    Returns the median of the rounds for each step of each scenario; the first round is always
-    complete unless it takes more than twice the time.
+    Returns the median of the rounds for each step of each scenario. The first round may take twice
+    the time; scenarios that it does not reach are not measured.
     """
     end = clock() + seconds
     found: dict[tuple[Scenario, int], list[StepSample]] = {}
@@ -163,7 +172,7 @@ class _ScenarioRun:
         self._running: list[int] = []
 
     def measure(self, scenario: Scenario) -> list[StepSample]:
-        """Returns the measured steps, in order, and leaves the executor without sequences."""
+        """Returns the measured steps, in order. Leaves no sequences on the executor."""
         cached: tuple[int, ...] = ()
         if scenario.prompt and scenario.prompt_context:
             cached = self._tokens(scenario.prompt_context)

@@ -28,7 +28,13 @@ from ..sim.cost import StepSample
 from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder
 from .process import Answer, MeasuredProcess, ProcessSpec, run_process
-from .profile import Profile, ProfiledBudgets, RouterProfile, TransferProfile, WorkerProfile
+from .profile import (
+    Profile,
+    ProfiledBudgets,
+    RouterProfile,
+    TransferProfile,
+    WorkerProfile,
+)
 from .service_load import ServiceLoad, ServiceTimes
 
 _STEPS_SHARE: Final = 0.75  # of the time, for steps; the rest is for a service
@@ -48,6 +54,7 @@ def measure_profile(
 ) -> Profile:
     """Measures for `seconds`, besides the starts of workers and services; returns the profile.
 
+    In less than LEAST_SECONDS, parts of the grid are not measured.
     `workers` are numbers of workers that share this machine. `context_tokens` is the length of the
     longest sequence to measure. `report` gets a line before each part. Raises InvalidArgument on a
     Ray cluster, whose nodes are other machines, and KeyboardInterrupt at SIGINT and SIGTERM, after

@@ -12,10 +12,9 @@ from ..cli.options import check_choice
 from ..config import KvCacheDtype, Quantization, load_config
 from ..store.checked import checked_folder
 from ..text_files import check_writable, write_text
-from .profile import describe_fit
+from .profile import LEAST_SECONDS, describe_fit
 
 DEFAULT_CONTEXT: Final = 4096
-_LEAST_SECONDS: Final = 5.0
 _MAX_WORKERS: Final = 64
 
 
@@ -24,7 +23,7 @@ def measure_command(
     seconds: Annotated[
         float,
         typer.Option(
-            help=f"Seconds to measure, at least {_LEAST_SECONDS:g}. Starts of workers and services "
+            help=f"Seconds to measure, at least {LEAST_SECONDS:g}. Starts of workers and services "
             "take more time."
         ),
     ] = 60.0,
@@ -62,8 +61,9 @@ def measure_command(
     check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
     if quantization is not None:
         check_choice("--quantization", quantization, get_args(Quantization))
-    check_seconds(seconds, "--seconds")
-    numbers = workers or ([1, 2] if device == "cpu" else [1])
+    if not LEAST_SECONDS <= seconds < math.inf:
+        raise InvalidArgument(f"must be at least {LEAST_SECONDS:g}, got {seconds:g}", "--seconds")
+    numbers = sorted(set(workers or ([1, 2] if device == "cpu" else [1])))
     if not all(1 <= each <= _MAX_WORKERS for each in numbers):
         raise InvalidArgument(f"must be from 1 to {_MAX_WORKERS}", "--workers")
     check_writable({"--out": out})
@@ -113,11 +113,3 @@ def measure_command(
             f"{profile.transfer.bytes_per_second / 1e9:.3g} GB/s"
         )
     typer.echo(f"wrote {out}")
-
-
-def check_seconds(seconds: float, option: str) -> None:
-    """Raises InvalidArgument, which names the option, for a time too short to measure."""
-    if not _LEAST_SECONDS <= seconds < math.inf:
-        raise InvalidArgument(
-            f"must be at least {_LEAST_SECONDS:g} seconds, got {seconds:g}", option
-        )

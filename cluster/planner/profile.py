@@ -4,16 +4,26 @@ Imports neither torch nor Ray.
 """
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...proto.errors import InvalidArgument
 from ...workers.engine.config import Budgets
-from ..sim.cost import ServiceCosts, StepCosts, StepFit, StepSample, fit_steps
+from ..sim.cost import (
+    LEAST_SAMPLES,
+    ServiceCosts,
+    StepCosts,
+    StepFit,
+    StepSample,
+    fit_steps,
+)
 
 FORMAT: Final = 2
+LEAST_SECONDS: Final = 5.0
+"""The shortest time of a measurement."""
 _CONFIG: Final = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -45,7 +55,10 @@ class WorkerProfile(BaseModel):
     overlap: bool
     budgets: ProfiledBudgets
     # Each a measured step: sequences, context tokens, prompt tokens, prompt context, seconds.
-    grid: tuple[tuple[float, ...], ...]
+    grid: Annotated[
+        tuple[Annotated[tuple[float, ...], Field(min_length=5, max_length=5)], ...],
+        Field(min_length=LEAST_SAMPLES),
+    ]
     # How much longer the steps take while the other workers compute as well.
     contention: float = Field(default=1.0, ge=1.0)
     # How much longer a step takes in a service, whose other processes use the cores as well.
@@ -56,13 +69,9 @@ class WorkerProfile(BaseModel):
     host_seconds: float = Field(default=0.0, ge=0.0)
     host_seconds_per_sequence: float = Field(default=0.0, ge=0.0)
 
-    @property
-    def samples(self) -> list[StepSample]:
-        return [StepSample.of_row(row) for row in self.grid]
-
     def fit(self) -> StepFit:
-        """Returns the costs fitted to the grid, without the host's time."""
-        return fit_steps(self.samples)
+        """Returns the costs fitted to the grid, without the host's time. Fits a grid once."""
+        return _fit(self.grid)
 
     def costs(self) -> StepCosts:
         """Returns the costs of a step of a serving worker."""
@@ -72,6 +81,12 @@ class WorkerProfile(BaseModel):
             fixed=costs.fixed + self.host_seconds,
             each_sequence=costs.each_sequence + self.host_seconds_per_sequence,
         )
+
+
+@cache
+def _fit(grid: tuple[tuple[float, ...], ...]) -> StepFit:
+    """Returns the costs fitted to the rows of a grid; a fit takes about 0.2 s."""
+    return fit_steps([StepSample.of_row(row) for row in grid])
 
 
 class TransferProfile(BaseModel):
@@ -110,7 +125,7 @@ class Profile(BaseModel):
     commit: str
     date: str
     token_bytes: int  # of KV cache, in the whole model
-    workers: tuple[WorkerProfile, ...]
+    workers: Annotated[tuple[WorkerProfile, ...], Field(min_length=1)]
     router: RouterProfile | None = None
     transfer: TransferProfile | None = None
 
@@ -132,7 +147,7 @@ class Profile(BaseModel):
         measured = " and ".join(map(str, sorted(numbers)))
         options = " ".join(f"--workers {number}" for number in sorted({*numbers, num_workers}))
         raise InvalidArgument(
-            f"{num_workers} workers on this machine are not measured, only {measured}; lower "
+            f"a split of {_count(num_workers, 'worker')} is not measured, only {measured}; lower "
             f"--devices, or run `tandem plan measure MODEL {options}`",
             "--profile",
         )
@@ -147,41 +162,50 @@ class Profile(BaseModel):
                 "--profile",
             )
         steps = worker.costs()
-        found = ServiceCosts(prefill=steps, decode=steps, contention=worker.contention)
-        if self.router is not None:
-            rest = worker.request_seconds - self.router.seconds_per_request
-            found = replace(
-                found,
-                request_seconds=max(rest, 0.0),
-                router_seconds_per_request=self.router.seconds_per_request,
-                router_seconds_per_token=self.router.seconds_per_token,
-            )
-        if self.transfer is not None:
-            found = replace(
-                found,
-                transfer_seconds=self.transfer.seconds,
-                transfer_bytes_per_second=self.transfer.bytes_per_second,
-            )
-        return found
+        router = self.router or RouterProfile(seconds_per_request=0.0, seconds_per_token=0.0)
+        costs = ServiceCosts(
+            prefill=steps,
+            decode=steps,
+            contention=worker.contention,
+            # The measured time has the router's work for the request and for its first token.
+            request_seconds=max(
+                worker.request_seconds - router.seconds_per_request - router.seconds_per_token, 0.0
+            ),
+            router_seconds_per_request=router.seconds_per_request,
+            router_seconds_per_token=router.seconds_per_token,
+        )
+        if self.transfer is None:
+            return costs
+        return replace(
+            costs,
+            transfer_seconds=self.transfer.seconds,
+            transfer_bytes_per_second=self.transfer.bytes_per_second,
+        )
+
+
+class _Format(BaseModel):
+    """Reads only the format of a profile, whose fields may be those of another format."""
+
+    format: int = FORMAT
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads a profile. Raises InvalidArgument that names the file and the field."""
+    """Reads a profile. Raises InvalidArgument that names the file, and the format or the field."""
     try:
-        profile = Profile.model_validate_json(path.read_bytes())
+        text = path.read_bytes()
+        found = _Format.model_validate_json(text).format
+        if found != FORMAT:
+            raise InvalidArgument(
+                f"{path}: has format {found}, expected {FORMAT}; run `tandem plan measure` again",
+                "--profile",
+            )
+        return Profile.model_validate_json(text)
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", "--profile") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InvalidArgument(f"{path}: {where}: {first['msg']}", "--profile") from None
-    if profile.format != FORMAT:
-        raise InvalidArgument(
-            f"{path}: has format {profile.format}, expected {FORMAT}; run `tandem plan measure` "
-            "again",
-            "--profile",
-        )
-    return profile
 
 
 def describe_fit(worker: WorkerProfile) -> str:

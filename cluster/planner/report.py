@@ -18,21 +18,18 @@ from .workload import Objective
 
 SATURATED: Final = "saturated"
 _ROLES: Final[tuple[PoolRole, ...]] = ("prefill", "decode")
-_FIGURES: Final = {
-    "TTFT p50": "p50_ttft_ms",
-    "p99": "p99_ttft_ms",
-    "TPOT p50": "p50_tpot_ms",
-    "p99 ": "p99_tpot_ms",
-}
+_COLUMNS: Final = ("attainment", "TTFT p50", "p99", "TPOT p50", "p99", "tokens/s")
+_TIMES: Final = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
+"""The figures of `_COLUMNS` between attainment and tokens/s, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscaling:
-    """Holds the outcome of workers that are the maximum of autoscaled pools."""
+    """Holds the outcome of autoscaled pools whose maximum is the chosen workers."""
 
     outcome: RateResult
     mean_workers: Mapping[PoolRole, float]
-    num_fixed: int  # the workers without autoscaling
+    num_fixed: int  # the number of workers without autoscaling
 
     @property
     def saved_share(self) -> float:
@@ -64,7 +61,10 @@ def verdict(
 
 
 def _reason(plan: SplitPlan) -> str:
-    """Returns how differently busy the pools of a disaggregated service are, as text."""
+    """Returns how busy each pool of a disaggregated service is, as text in parentheses.
+
+    Empty if the service is saturated at the given rate.
+    """
     if plan.at_rate is None or plan.at_rate.is_saturated:
         return ""
     result = plan.at_rate.result
@@ -75,7 +75,7 @@ def _reason(plan: SplitPlan) -> str:
 
 def split_table(plans: Sequence[SplitPlan], rate: float) -> Table:
     """Returns a table with a line for each split."""
-    numbers = ["devices", "bound", "knee", "attainment", *_FIGURES, "tokens/s"]
+    numbers = ["devices", "bound", "knee", *_COLUMNS]
     table = make_table("workers", numbers=numbers, title=f"at {rate:.3g} requests/s; times in ms")
     for plan in plans:
         cells = [str(plan.split), str(plan.num_devices), f"{plan.bound:.3g}"]
@@ -86,10 +86,11 @@ def split_table(plans: Sequence[SplitPlan], rate: float) -> Table:
 
 
 def _result_cells(outcome: RateResult | None) -> list[str]:
+    """Returns the cells of `_COLUMNS`; None is a rate above the bound."""
     if outcome is None or outcome.is_saturated:
-        return [SATURATED, *("-" for _ in _FIGURES), "-"]
+        return [SATURATED, *("-" for _ in _COLUMNS[1:])]
     figures = outcome.result.summary().figures
-    times = [f"{figures[name]:,.0f}" if name in figures else "-" for name in _FIGURES.values()]
+    times = [f"{figures[name]:,.0f}" if name in figures else "-" for name in _TIMES]
     return [f"{outcome.attainment:.1%}", *times, f"{figures['output_throughput']:,.0f}"]
 
 
@@ -116,7 +117,7 @@ def use_lines(outcome: RateResult) -> list[str]:
 
 
 def fault_line(split: Split, outcome: RateResult, undisturbed: RateResult, num_faults: int) -> str:
-    """Compares the outcome of a split with deaths of workers and without them, in a line."""
+    """Compares, in a line, the outcome of a split with `num_faults` deaths and without them."""
     if not num_faults:
         return f"faults: no worker of {split} has a role that dies"
     kills = "1 worker dies" if num_faults == 1 else f"{num_faults} workers die"
@@ -140,6 +141,7 @@ def autoscaling_line(found: Autoscaling) -> str:
 
 
 def _short(outcome: RateResult) -> str:
+    """Returns the attainment and the p99 of TPOT, as text."""
     if outcome.is_saturated:
         return SATURATED
     figures = outcome.result.summary().figures
@@ -150,8 +152,7 @@ def _short(outcome: RateResult) -> str:
 
 def sensitivity_table(results: Mapping[str, RateResult]) -> Table:
     """Returns a table with a line for each change of the workload or the costs."""
-    numbers = ["attainment", *_FIGURES, "tokens/s"]
-    table = make_table("change", numbers=numbers, title="sensitivity")
+    table = make_table("change", numbers=_COLUMNS, title="sensitivity")
     for name, outcome in results.items():
         table.add_row(name, *_result_cells(outcome))
     return table
@@ -223,7 +224,7 @@ def _result_json(outcome: RateResult | None) -> dict[str, Any]:
 
 
 def check_plotting() -> None:
-    """Raises InvalidArgument if matplotlib, which `draw_rates` needs, is not installed."""
+    """Raises InvalidArgument if `draw_rates` cannot draw, because matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise InvalidArgument("needs matplotlib: pip install 'tandem-llm[bench]'", "--plot")
 
@@ -231,12 +232,11 @@ def check_plotting() -> None:
 def draw_rates(
     curves: Mapping[str, Sequence[RateResult]], objective: Objective, path: Path
 ) -> None:
-    """Draws TTFT, TPOT and attainment over the rate as a PNG.
+    """Draws TTFT, TPOT and attainment over the rate as a PNG; needs matplotlib.
 
-    `curves`: by the name of each split. Saturated rates are left out. Needs matplotlib: see
-    `check_plotting`. Raises InvalidArgument if the file cannot be written.
+    `curves`: by the name of each split. TTFT and TPOT of saturated rates are left out.
     """
-    from matplotlib.figure import Figure  # takes half a second, and only a plot needs it
+    from matplotlib.figure import Figure  # an optional package
 
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots(1, 3)

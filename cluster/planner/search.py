@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
-from ..sim.cost import ServiceCosts, StepWork
+from ..sim.cost import ServiceCosts, StepCosts, StepWork
 from ..sim.result import SimulationResult
 from ..sim.service import SimulatedService
 from ..sim.simulate import simulate
 from .changes import Change, unchanged
-from .site import Site, Split, check_measured
+from .site import Site, Split, check_workload
 from .workload import Objective, PlannedWorkload
 
 _PRECISION: Final = 0.03
@@ -22,16 +22,16 @@ _PRECISION: Final = 0.03
 
 _DRAIN_SHARE: Final = 0.1
 _DRAIN_SECONDS: Final = 1.0
-"""A service is saturated if it ends later than one request that arrives last, by this share of the
-time of the arrivals and by these seconds.
+"""A service is saturated if its end is later than that of a request that arrives last and waits for
+nothing, by more than this share of the time of the arrivals plus these seconds.
 """
 
 _MOST_KEPT: Final = 100_000
-"""The most simulated requests whose results are kept for a simulation that comes again."""
+"""The maximum of simulated requests whose results are kept, so that they can be used again."""
 
 _MOST_WORKERS: Final = 256  # of a pool, as in the configuration of a service
 
-RunKey = tuple[Split, float, float, float, Change | None]
+RunKey = tuple[Split, float, float, float, Change]
 """The arguments of a simulation: split, rate, factors of lengths and of step time, and change."""
 
 
@@ -52,9 +52,9 @@ class SplitPlan:
     split: Split
     num_devices: int
     bound: float  # requests/s that no service of this split can exceed
-    # Requests/s at which the objective is still met; 0: it is met at no rate. None: not searched,
-    # because fewer devices meet the objective, or because it is not above the knee of another split
-    # of its kind.
+    # The highest requests/s at which the objective is met; 0: it is met at no rate. None: not
+    # searched, because other numbers of devices matter, or not above the knee of another split of
+    # its kind.
     knee: float | None
     at_rate: RateResult | None  # at the given rate; None: the arithmetic bound is below it
 
@@ -81,9 +81,9 @@ class Planner:
         least_seconds: float = 0.0,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`change`: of every simulated service; `report` gets a line before each search.
+        """`change` changes every simulated service; `report` gets a line before each search.
 
-        Requests are repeated until they arrive for `least_seconds`, at any rate.
+        The requests are repeated until they arrive for at least `least_seconds`, at any rate.
         """
         self.site = site
         self.workload = workload
@@ -100,15 +100,16 @@ class Planner:
 
         Ends with the number of devices at which a split meets the objective: more devices would do
         so as well. Searches the knees of these splits; if no split meets it, those of all splits.
-        Raises InvalidArgument for a split that cannot be simulated.
+        Raises InvalidArgument for a split that cannot be simulated, before it simulates any split
+        of the same number of devices.
         """
         ordered = sorted(splits, key=self.site.num_devices)
         found: list[SplitPlan] = []
         for _, group in groupby(ordered, key=self.site.num_devices):
-            candidates = list(group)
-            for split in candidates:
-                self._checked_service(split)  # fails here, not after minutes of simulation
-            plans = [self._at_given_rate(split) for split in candidates]
+            listed = list(group)
+            for split in listed:
+                self._service(split)
+            plans = [self._at_given_rate(split) for split in listed]
             if any(each.meets(self.objective) for each in plans):
                 return [*found, *self._with_knees(plans)]
             found += plans
@@ -127,11 +128,13 @@ class Planner:
         step_time: float = 1.0,
         change: Change | None = None,
     ) -> RateResult:
-        """Simulates a split at a rate; the factors change all lengths and the time of steps.
+        """Simulates a split at a rate in requests/s, or returns the result that is still known.
 
-        `change`: in place of the usual one. A result that is still known is not simulated again.
+        The factors change all lengths and the time of steps. `change`: in place of the usual one.
+        Raises InvalidArgument for a split that cannot be simulated, and for lengths that are not
+        measured.
         """
-        key = (split, rate, lengths, step_time, change)
+        key = (split, rate, lengths, step_time, change or self._change)
         found = self._results.get(key)
         if found is None:
             found = self._results[key] = self._simulate(*key)
@@ -141,7 +144,7 @@ class Planner:
 
     def _at_given_rate(self, split: Split) -> SplitPlan:
         """Returns a plan without knee. Simulates nothing if the bound is below the given rate."""
-        service, costs = self._checked_service(split)
+        service, costs = self._service(split)
         bound = rate_bound(service, costs, self.workload)
         rate = self.workload.rate
         if rate < bound:
@@ -157,7 +160,8 @@ class Planner:
     def _with_knees(self, plans: Sequence[SplitPlan]) -> list[SplitPlan]:
         """Returns the plans with the best knee of each kind: with disaggregation, and without it.
 
-        Begins with the highest bounds, and leaves out the other knees that are lower for sure.
+        Begins with the highest bounds. A plan gets no knee if another one of its kind has a knee
+        that is not lower.
         """
         best = {True: 0.0, False: 0.0}
         found: dict[Split, SplitPlan] = {}
@@ -169,7 +173,11 @@ class Planner:
         return [found[each.split] for each in plans]
 
     def _with_knee(self, plan: SplitPlan, *, least: float) -> SplitPlan:
-        """Returns a plan with its knee, or without one if it is not above `least`."""
+        """Returns a plan with its knee, or without one if it is not above `least`.
+
+        The knee is 0 if the objective is not met at `_PRECISION` of the highest possible rate: of
+        the bound, or of the given rate if that is too high.
+        """
         low, high = 0.0, plan.bound
         if plan.meets(self.objective):
             low = self.workload.rate
@@ -177,6 +185,7 @@ class Planner:
             high = self.workload.rate
         if least and high <= least:
             return plan
+        lowest = _PRECISION * high
         self._report(f"searching the knee of {plan.split}")
         if least > low:
             if not self._is_met(plan.split, least):
@@ -186,7 +195,7 @@ class Planner:
             middle = (low + high) / 2
             if self._is_met(plan.split, middle):
                 low = middle
-            elif not low and middle < _PRECISION * plan.bound:  # out of reach at any rate
+            elif not low and middle < lowest:  # out of reach at any rate
                 break
             else:
                 high = middle
@@ -197,46 +206,47 @@ class Planner:
         return not outcome.is_saturated and outcome.attainment >= self.objective.attainment
 
     def _simulate(
-        self, split: Split, rate: float, lengths: float, step_time: float, change: Change | None
+        self, split: Split, rate: float, lengths: float, step_time: float, change: Change
     ) -> RateResult:
         service, costs = self._service(split)
         workload = self.workload.at_rate(rate).lasting(self._least_seconds)
         if lengths != 1.0:
             workload = workload.with_lengths(lengths)
+            check_workload(split, service, costs, workload)
         if step_time != 1.0:
             costs = costs.scaled(step_time)
-        changed = (change or self._change)(service, workload)
+        arrivals_end = workload.requests[-1].time
+        changed = change(service, arrivals_end)
         result = simulate(changed, workload.requests, costs, self._seed)
         figures = result.summary(self.objective.limits).figures
-        alone = request_seconds(costs, service, workload)
-        arrivals = workload.requests[-1].time
-        allowed = _DRAIN_SECONDS + _DRAIN_SHARE * arrivals
+        longest = request_seconds(service, costs, workload)
+        allowed = longest + _DRAIN_SECONDS + _DRAIN_SHARE * arrivals_end
         if changed.faults:  # the last requests may wait for a worker that starts again
             allowed += service.park_seconds
         return RateResult(
             rate=rate,
             attainment=figures["slo_attainment"],
-            is_saturated=result.seconds - arrivals > alone + allowed,
+            is_saturated=result.seconds - arrivals_end > allowed,
             result=result,
         )
 
-    def _checked_service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
-        """Returns a split's service and costs. Raises InvalidArgument if it is not measured."""
-        service, costs = self._service(split)
-        check_measured(split, service, costs, self.workload)
-        return service, costs
-
     def _service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
+        """Returns a service with a split's workers, and its costs.
+
+        Raises InvalidArgument for a split, or for lengths, that cannot be simulated.
+        """
         if split not in self._services:
-            self._services[split] = self.site.service(split)
+            service, costs = self.site.service(split)
+            check_workload(split, service, costs, self.workload)
+            self._services[split] = service, costs
         return self._services[split]
 
 
 def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload) -> float:
-    """Returns requests/s that no service exceeds, by the work of its workers alone.
+    """Returns requests/s that no service exceeds, by the work of its workers and its router.
 
-    Counts prompts in whole chunks, without cached prefixes and without mixed steps, and decodes in
-    full batches.
+    Counts the time of each prompt token that cannot be cached, without the fixed time of its steps,
+    and decodes in full batches.
     """
     prefill_seconds = decode_seconds = 0.0
     most = service.decode.budgets.max_sequences
@@ -264,27 +274,42 @@ def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: Planned
 
 
 def _uncached_tokens(input_length: int, num_hashes: int) -> int:
-    """Returns the prompt tokens that are computed at least: one if all blocks may be cached."""
+    """Returns the least prompt tokens that are computed: one if all blocks may be cached."""
     return 1 if num_hashes else input_length
 
 
 def request_seconds(
-    costs: ServiceCosts, service: SimulatedService, workload: PlannedWorkload
+    service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload
 ) -> float:
-    """Returns about the seconds of the longest request in an idle service."""
-    chunk = service.decode.budgets.chunk_tokens
-    num_chunks = -(-workload.longest_input // chunk)
-    prompt = StepWork.of_prompt(0, workload.longest_input)
-    decode = StepWork(sequences=1, context_tokens=workload.longest)
-    return (
-        (num_chunks - 1) * costs.prefill.fixed
-        + costs.prefill.seconds(prompt)
-        + (workload.longest - workload.longest_input) * costs.decode.seconds(decode)
+    """Returns about the seconds of the longest request that waits for nothing.
+
+    Its prompt is computed alone, and its tokens in batches that are full.
+    """
+    pool = service.decode
+    prefill = costs.prefill if service.prefill else costs.decode
+    most = pool.budgets.max_sequences
+    context = min(most * workload.longest, pool.num_blocks * service.block_size)
+    decode_seconds = costs.decode.seconds(StepWork(sequences=most, context_tokens=context))
+    lengths = {(each.input_length, each.output_length) for each in workload.requests}
+    return max(
+        _prompt_seconds(prefill, num_input, pool.budgets.chunk_tokens)
+        + (num_output - 1) * decode_seconds
+        for num_input, num_output in lengths
     )
 
 
+def _prompt_seconds(costs: StepCosts, num_tokens: int, chunk_tokens: int) -> float:
+    """Returns about the seconds of the steps of a prompt, as if its last chunk had all its work."""
+    num_chunks = -(-num_tokens // chunk_tokens)
+    prompt = StepWork.of_prompt(0, num_tokens)
+    return (num_chunks - 1) * costs.fixed + costs.seconds(prompt)
+
+
 def other_kind(plans: Sequence[SplitPlan], chosen: SplitPlan) -> SplitPlan | None:
-    """Returns the best plan on as many devices that disaggregates if `chosen` does not, or not."""
+    """Returns the best plan of the other kind on the same number of devices; None without one.
+
+    The kinds: with disaggregation, and without it.
+    """
     others = [
         each
         for each in plans

@@ -1,7 +1,4 @@
-"""`tandem plan service`: finds the workers that meet an objective, on the simulator.
-
-Starts a service only to measure this machine (`--measure`).
-"""
+"""`tandem plan service`: finds the workers that meet an objective, on the simulator."""
 
 import json
 import math
@@ -14,15 +11,10 @@ import yaml
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.costs.roofline import DEVICES
-from ..arithmetic import make_cost
-from ..bench.options import parse_slo
-from ..cli.options import check_choice
-from ..config import TandemConfig, load_config
-from ..explain.cost import read_model_config
+from ..config import TandemConfig
 from ..tables import table_console
 from ..text_files import check_writable, write_text
 from ..traces.prompts import describe_trace
-from ..traces.read import TraceScale, parse_scale, read_trace
 from .changes import (
     FaultRule,
     autoscaled,
@@ -33,8 +25,6 @@ from .changes import (
     unchanged,
     with_faults,
 )
-from .measure_command import check_seconds
-from .profile import Profile, read_profile
 from .report import (
     Autoscaling,
     autoscaling_line,
@@ -48,17 +38,20 @@ from .report import (
     verdict,
 )
 from .search import Planner, RateResult, SplitPlan, best_knee, choose, list_splits, other_kind
-from .site import ArithmeticSite, MeasuredSite, Site
-from .workload import Objective, PlannedWorkload
+from .service_options import (
+    CHANGE,
+    DEFAULT_DEVICES,
+    make_site,
+    make_workload,
+    parse_objective,
+    parse_seconds,
+)
+from .workload import PlannedWorkload
 
 _LEAST_REQUESTS: Final = 10
 _MAX_REQUESTS: Final = 1_000_000
 _MAX_DEVICES: Final = 1_024
-_DEVICES: Final = 8  # of arithmetic, without --devices
-_MEASURED_WORKERS: Final = (1, 2)  # by --measure
-_MAX_SECONDS: Final = 86_400.0
 _PLOTTED: Final = 6  # rates of each curve
-_CHANGE: Final = 0.1
 
 
 def service_command(
@@ -106,7 +99,7 @@ def service_command(
         int | None,
         typer.Option(
             help="The maximum of devices; on CPUs of workers, which share the machine. Default: "
-            f"all that were measured, {_DEVICES} with --device.",
+            f"all that were measured, {DEFAULT_DEVICES} with --device.",
             min=1,
             max=_MAX_DEVICES,
         ),
@@ -164,17 +157,19 @@ def service_command(
     workers together, without disaggregation, which can be the better choice. The knee of a split is
     the highest rate at which it meets the objective.
     """
-    objective = _objective(slo, attainment)
+    objective = parse_objective(slo, attainment)
     if not _LEAST_REQUESTS <= requests <= _MAX_REQUESTS:
         raise InvalidArgument(f"must be from {_LEAST_REQUESTS} to {_MAX_REQUESTS}", "--requests")
     check_writable({"--json": json_file, "--plot": plot, "--write": write})
     if plot is not None:
         check_plotting()
-    start_seconds = _parse_seconds("--restart", restart)
+    start_seconds = parse_seconds("--restart", restart)
     rules = parse_faults(faults or ())
-    workload = _workload(rate, input_len, output_len, trace, length_scale, speed, requests, seed)
+    workload = make_workload(
+        rate, input_len, output_len, trace, length_scale, speed, requests, seed
+    )
     seconds = _least_seconds(rules, start_seconds, workload)
-    site, most, tps, config = _site(model, profile, measure, device, devices, tp, workload)
+    site, most, tps, config = make_site(model, profile, measure, device, devices, tp, workload)
     planner = Planner(
         site,
         workload,
@@ -222,119 +217,6 @@ def service_command(
         _write(write, config, chosen or best_knee(plans))
 
 
-def _objective(slo: str, attainment: float) -> Objective:
-    objective = Objective(limits=parse_slo(slo), attainment=attainment)
-    if not objective.limits:
-        raise InvalidArgument("must have a limit, such as ttft=1s,tpot=60ms", "--slo")
-    if not 0 < attainment < 1:
-        raise InvalidArgument(f"must be between 0 and 1, got {attainment:g}", "--attainment")
-    return objective
-
-
-def _workload(
-    rate: float | None,
-    input_len: int,
-    output_len: int,
-    trace: Path | None,
-    length_scale: str,
-    speed: float,
-    requests: int,
-    seed: int,
-) -> PlannedWorkload:
-    if trace is None:
-        if rate is None:
-            raise InvalidArgument("give --rate, with --input-len and --output-len, or --trace")
-        if not (0 < rate < math.inf):
-            raise InvalidArgument(f"must be above 0 requests/s, got {rate:g}", "--rate")
-        return PlannedWorkload.poisson(rate, input_len, output_len, requests, seed)
-    if not (0 < speed < math.inf):
-        raise InvalidArgument(f"must be above 0, got {speed:g}", "--speed")
-    scale = TraceScale(parse_scale(length_scale), speed)
-    workload = PlannedWorkload(read_trace(trace, scale)[:requests])
-    if not workload.rate:
-        raise InvalidArgument("its requests must not all have the same time", "--trace")
-    return workload if rate is None else workload.at_rate(rate)
-
-
-def _site(
-    model: str,
-    profile: Path | None,
-    measure: str | None,
-    device: str | None,
-    devices: int | None,
-    tp: str,
-    workload: PlannedWorkload,
-) -> tuple[Site, int, list[int], TandemConfig]:
-    """Returns the site, its number of devices, the numbers of ranks, and a configuration."""
-    if sum(each is not None for each in (profile, measure, device)) != 1:
-        raise InvalidArgument(
-            "give one of --profile, --measure and --device, from which the costs are taken"
-        )
-    tps = _parse_tps(tp)
-    if device is not None:
-        check_choice("--device", device, DEVICES)
-        config = load_config(overrides={"model": model, "device": "cuda"})
-        site = ArithmeticSite(
-            config=config,
-            cost=make_cost(read_model_config(model), config.dtype, device_type="cuda"),
-            name=device,
-            device=DEVICES[device],
-        )
-        fitting = [each for each in tps if site.holds_weights(each)]
-        return site, devices or _DEVICES, fitting or tps, config
-    if profile is not None:
-        found = read_profile(profile)
-    else:
-        assert measure is not None
-        seconds = _parse_seconds("--measure", measure)
-        _check_measurable(seconds, devices, tps)
-        found = _measure(model, seconds, workload)
-    config = load_config(
-        overrides={
-            "model": model,
-            "dtype": found.dtype,
-            "quantization": found.quantization,
-            "kv_cache_dtype": found.kv_cache_dtype,
-            "device": found.device,
-        }
-    )
-    found.check_model(config.served_name)
-    most = devices or max(each.workers for each in found.workers) * found.tp
-    return MeasuredSite(found), most, [found.tp] if tp == "1" else tps, config
-
-
-def _check_measurable(seconds: float, devices: int | None, tps: Sequence[int]) -> None:
-    """Raises InvalidArgument if `--measure` would not measure the workers to plan with."""
-    check_seconds(seconds, "--measure")
-    most = max(_MEASURED_WORKERS)
-    remedy = "use `tandem plan measure` and --profile for others"
-    if devices is not None and devices > most:
-        raise InvalidArgument(
-            f"must be at most {most} with --measure, which measures {most} workers; {remedy}",
-            "--devices",
-        )
-    if max(tps) > 1:
-        raise InvalidArgument(
-            f"must be 1 with --measure, which measures workers with one rank; {remedy}", "--tp"
-        )
-
-
-def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
-    """Measures this machine, for sequences as long as the workload's."""
-    from ..store.checked import checked_folder
-    from .measure import measure_profile  # with torch, which takes a second
-
-    config = load_config(overrides={"model": model})
-    return measure_profile(
-        config,
-        checked_folder(config),
-        workers=_MEASURED_WORKERS,
-        seconds=seconds,
-        context_tokens=workload.longest,
-        report=lambda line: typer.echo(line, err=True),
-    )
-
-
 def _least_seconds(
     rules: Sequence[FaultRule], start_seconds: float, workload: PlannedWorkload
 ) -> float:
@@ -356,10 +238,8 @@ def _echo_faults(planner: Planner, plan: SplitPlan) -> None:
     if disturbed is None:
         return
     undisturbed = planner.run(plan.split, disturbed.rate, change=unchanged)
-    num_faults = sum(
-        each.ended is not None and each.ended < disturbed.result.seconds
-        for each in disturbed.result.workers
-    )
+    end = disturbed.result.seconds
+    num_faults = sum(each.end_before(end) < end for each in disturbed.result.workers)
     typer.echo(fault_line(plan.split, disturbed, undisturbed, num_faults))
 
 
@@ -380,13 +260,19 @@ def _autoscale(
 
 
 def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
-    """Returns the results of the chosen split if one thing changes."""
+    """Returns the results of the chosen split if one thing changes.
+
+    Leaves out lengths that are not measured, and prints why.
+    """
     rate = planner.workload.rate
     found = {}
     for sign in (-1, 1):
-        factor = 1 + sign * _CHANGE
-        change = f"{sign * _CHANGE:+.0%}"
-        found[f"lengths {change}"] = planner.run(chosen.split, rate, lengths=factor)
+        factor = 1 + sign * CHANGE
+        change = f"{sign * CHANGE:+.0%}"
+        try:
+            found[f"lengths {change}"] = planner.run(chosen.split, rate, lengths=factor)
+        except InvalidArgument as error:
+            typer.echo(f"without lengths {change}: {error}", err=True)
         found[f"rate {change}"] = planner.run(chosen.split, factor * rate)
         found[f"step time {change}"] = planner.run(chosen.split, rate, step_time=factor)
     return dict(sorted(found.items()))
@@ -395,7 +281,11 @@ def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
 def _curves(
     planner: Planner, plans: list[SplitPlan], chosen: SplitPlan | None
 ) -> dict[str, list[RateResult]]:
-    """Returns the results over the rate: of the best split, and of the best of the other kind."""
+    """Returns the results at `_PLOTTED` rates by the name of the split.
+
+    The splits are the best one, and the best one of the other kind. The highest rate is above the
+    higher knee of both.
+    """
     best = chosen or best_knee(plans)
     other = other_kind(plans, best)
     shown = [best] if other is None else [best, other]
@@ -411,26 +301,3 @@ def _write(path: Path, config: TandemConfig, plan: SplitPlan) -> None:
     tree["prefill"] = {"replicas": split.prefill, "tp": split.tp}
     tree["decode"] = {"replicas": split.decode, "tp": split.tp}
     write_text(path, yaml.safe_dump(tree, sort_keys=False), "--write")
-
-
-def _parse_tps(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(1 <= each <= 64 for each in found):
-        raise InvalidArgument(f"must be numbers from 1 to 64, such as 1,2,4; got {text!r}", "--tp")
-    return found
-
-
-def _parse_seconds(option: str, text: str) -> float:
-    """Parses a time such as 60s. Raises InvalidArgument."""
-    try:
-        seconds = float(text.removesuffix("s"))
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= _MAX_SECONDS:
-        raise InvalidArgument(
-            f"must be a time from 0s to {_MAX_SECONDS:g}s, such as 30s, got {text!r}", option
-        )
-    return seconds

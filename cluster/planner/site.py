@@ -1,11 +1,12 @@
 """Describes the machines of a plan: what a split of workers is, and what its steps take."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from ...proto.errors import InvalidArgument
 from ...workers.engine.config import Budgets
-from ...workers.model.costs.inference import InferenceCost, Work
+from ...workers.model.costs.inference import InferenceCost
 from ...workers.model.costs.roofline import Device
 from ...workers.model.footprint import CacheBytes, memory_budget
 from ..config import TandemConfig
@@ -129,9 +130,16 @@ class ArithmeticSite:
             mixed_step_factor=pool.mixed_step_factor,
             max_sequences=config.max_sequences(pool),
         )
+        num_blocks = self._num_blocks(split.tp)
+        if not num_blocks:
+            raise InvalidArgument(
+                f"{split.tp} x {self.device.memory_gb} GB do not hold the weights, "
+                f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB, and a KV cache; raise --tp",
+                "--tp",
+            )
         decode = SimulatedPool(
             workers=split.decode,
-            num_blocks=self._num_blocks(split.tp, pool.block_size, budgets.max_sequences),
+            num_blocks=num_blocks,
             budgets=budgets,
             overlap=True,
         )
@@ -139,7 +147,9 @@ class ArithmeticSite:
             decode=decode,
             prefill=replace(decode, workers=split.prefill) if split.prefill else None,
             token_bytes=self.cost.kv_bytes_per_token,
-            context_tokens=self.cost.config.max_position_embeddings,
+            context_tokens=min(
+                self.cost.config.max_position_embeddings, num_blocks * pool.block_size
+            ),
             block_size=pool.block_size,
         )
         steps = self._steps(split.tp, budgets.max_sequences)
@@ -155,9 +165,12 @@ class ArithmeticSite:
     def num_devices(self, split: Split) -> int:
         return split.num_ranks
 
-    def holds_weights(self, tp: int) -> bool:
-        """Returns True if the memory of `tp` devices has room for more than the weights."""
-        return self._memory_for_cache(tp) > 0
+    def holds(self, tp: int, num_tokens: int) -> bool:
+        """Returns True if `tp` devices hold the weights and a sequence of `num_tokens`.
+
+        Raises InvalidArgument if the model cannot be divided among `tp` ranks.
+        """
+        return self._num_blocks(tp) * self.config.decode.block_size >= num_tokens
 
     @property
     def description(self) -> str:
@@ -175,49 +188,47 @@ class ArithmeticSite:
         multiply = speed * _COMPUTE_EFFICIENCY * self.device.roofline.flops_per_s
         empty = self.cost.decode(0, 1)
         full = self.cost.decode(0, max_sequences)
-        token = self._per_token(1)
-        long = self._per_token(1001)
+        token = self.cost.decode(1)
+        long = self.cost.decode(1001)
+        # Of a prompt, only the last token computes logits: the one of `each_sequence`.
+        prompt_token = self.cost.prefill(2).flops - self.cost.prefill(1).flops
         # A model with experts reads more of them in a larger batch.
         experts = (full.num_bytes - empty.num_bytes) / max(max_sequences - 1, 1)
         return StepCosts(
             fixed=_HOST_SECONDS + empty.num_bytes / read,
             each_sequence=experts / read + empty.flops / multiply,
             each_context_token=(long.num_bytes - token.num_bytes) / 1000 / read,
-            each_prompt_token=token.flops / multiply,
+            each_prompt_token=prompt_token / multiply,
             each_prompt_context=(long.flops - token.flops) / 1000 / multiply,
         )
 
-    def _per_token(self, context: int) -> Work:
-        return self.cost.decode(context, 1)
+    def _num_blocks(self, tp: int) -> int:
+        """Returns the KV blocks of a rank; 0 if its memory has no room beside the weights.
 
-    def _num_blocks(self, tp: int, block_size: int, max_sequences: int) -> int:
-        """Returns the KV blocks of a rank. Raises InvalidArgument if the weights do not fit."""
-        rest = self._memory_for_cache(tp)
-        if rest <= 0:
-            raise InvalidArgument(
-                f"{tp} x {self.device.memory_gb} GB do not hold the weights, "
-                f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB; raise --tp",
-                "--tp",
-            )
-        cache = CacheBytes.of(self.cost.layout, tp, block_size=block_size)
-        return cache.split(rest, state_slots=None, max_sequences=max_sequences, least=1).num_blocks
-
-    def _memory_for_cache(self, tp: int) -> int:
-        """Returns the bytes of a rank's device besides its weights; below 0 if they do not fit."""
-        utilization = self.config.decode.gpu_memory_utilization
-        total = memory_budget(self.device.memory_gb * 10**9, 1.0, utilization)
-        return total - self.cost.sizes.weight_bytes // tp
+        Raises InvalidArgument if the model cannot be divided among `tp` ranks.
+        """
+        pool = self.config.decode
+        total = memory_budget(self.device.memory_gb * 10**9, 1.0, pool.gpu_memory_utilization)
+        rest = total - self.cost.sizes.weight_bytes // tp
+        try:
+            cache = CacheBytes.of(self.cost.layout, tp, block_size=pool.block_size)
+        except ValueError as error:
+            raise InvalidArgument(str(error).removeprefix("tp: "), "--tp") from None
+        max_sequences = self.config.max_sequences(pool)
+        with suppress(ValueError):  # no room for the state of a sequence
+            counts = cache.split(rest, state_slots=None, max_sequences=max_sequences, least=1)
+            return counts.num_blocks
+        return 0
 
 
-def check_measured(
+def check_workload(
     split: Split, service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload
 ) -> None:
-    """Raises InvalidArgument if the workload has steps outside the measured grid."""
+    """Raises InvalidArgument if a sequence is too long, or a step is outside the measured grid."""
     if workload.longest > service.context_tokens:
         raise InvalidArgument(
-            f"the longest sequence has {workload.longest:,} tokens; the context is "
-            f"{service.context_tokens:,}",
-            "--input-len",
+            f"the longest sequence has {workload.longest:,} tokens; a worker of {split} holds at "
+            f"most {service.context_tokens:,}; lower --input-len, --output-len or --length-scale"
         )
     chunk = min(workload.longest_input, service.decode.budgets.chunk_tokens)
     worst = StepWork(sequences=1) + StepWork.of_prompt(workload.longest_input - chunk, chunk)

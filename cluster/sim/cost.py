@@ -29,8 +29,8 @@ class StepWork:
     """Holds the amounts of a step that decide its time."""
 
     sequences: int = 0
-    # Keys and values that are read: a decode reads its context, and a prompt its own once for every
-    # 32 tokens.
+    # Tokens whose keys and values are read. A decode reads its context once; a prompt reads its
+    # context once for every 32 of its tokens.
     context_tokens: int = 0
     prompt_tokens: int = 0
     # The number of (query, key) pairs of prompts: the sum of prompt tokens x their mean context.
@@ -126,6 +126,8 @@ class StepCosts:
 
 _AMOUNTS: Final = tuple(each.name for each in fields(StepWork))
 _TERMS: Final = tuple(each.name for each in fields(StepCosts) if each.name != "measured")
+LEAST_SAMPLES: Final = len(_TERMS) + 1
+"""Measured steps of a fit, at least: without one of them, there is still one for each term."""
 
 
 class StepSample(NamedTuple):
@@ -140,7 +142,7 @@ class StepSample(NamedTuple):
 
     @classmethod
     def of_row(cls, row: Sequence[float]) -> Self:
-        """Returns the sample of a row as of `as_row`."""
+        """Returns the sample of a row that `as_row` has returned."""
         *amounts, seconds = row
         return cls(StepWork(**dict(zip(_AMOUNTS, map(int, amounts), strict=True))), seconds)
 
@@ -186,8 +188,8 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
 
     Raises ValueError for fewer samples than terms.
     """
-    if len(samples) < len(_TERMS) + 1:
-        raise ValueError(f"needs at least {len(_TERMS) + 1} measured steps, got {len(samples)}")
+    if len(samples) < LEAST_SAMPLES:
+        raise ValueError(f"needs at least {LEAST_SAMPLES} measured steps, got {len(samples)}")
     rows = np.array(  # [samples, terms]
         [[1.0, *astuple(each.work), each.work.further_tokens] for each in samples]
     )

@@ -66,7 +66,7 @@ class Fabric:
         self._peers[address] = peer
 
     def kill(self, address: str) -> None:
-        """Ends the streams and offers of a worker, which nobody reaches any more."""
+        """Ends the streams and offers of a worker, and makes it unreachable."""
         peer = self._peers.pop(address)
         for stream in self._streams.pop(address, ()):
             stream.fail()

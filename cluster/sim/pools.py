@@ -106,9 +106,9 @@ class SimulatedPools:
             await self.start(fault.role, worker.spec.worker_id)
 
     async def close(self) -> None:
-        """Ends all workers."""
-        for worker in list(self._workers.values()):
-            self._leave(worker)
+        """Ends all workers. `sizes` keeps the sizes that the pools had before."""
+        for worker_id, worker in list(self._workers.items()):
+            self._heartbeats[worker_id].cancel()
             await worker.kill()
 
     def _leave(self, worker: SimulatedWorker) -> None:

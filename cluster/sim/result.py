@@ -16,7 +16,7 @@ class WorkerUsage:
     role: PoolRole
     started: float
     num_blocks: int
-    ended: float | None = None  # None: it runs until the end of the simulation
+    ended: float | None = None  # None: it still runs
     busy_seconds: float = 0.0  # of its steps
     num_steps: int = 0
     num_tokens: int = 0  # computed by its steps
@@ -32,6 +32,10 @@ class WorkerUsage:
         """Counts the blocks that are held after a step."""
         self.peak_blocks = max(self.peak_blocks, num_held)
 
+    def end_before(self, seconds: float) -> float:
+        """Returns the time of its end, but at most `seconds`."""
+        return seconds if self.ended is None else min(self.ended, seconds)
+
     @property
     def peak_kv(self) -> float:
         """Returns the peak of the held blocks as a share of all blocks."""
@@ -43,7 +47,7 @@ class SimulatedRequest:
     """Holds the times of one request, as its client and its trailers would report them."""
 
     record: RequestRecord
-    # Of its arrival at the router to its end; as in the trailers of a real request.
+    # From its arrival at the router to its end; as in the trailers of a real request.
     timeline: inference_pb2.Timeline
     tenant: str = ""
 
@@ -65,7 +69,7 @@ class SimulationResult:
 
     requests: Sequence[SimulatedRequest]  # in the order of the trace
     workers: Sequence[WorkerUsage]  # in the order of their starts
-    seconds: float  # from the first request to the last token
+    seconds: float  # until the last request has ended
     router_busy_share: float  # of the busiest router
     # Seconds that requests waited in the routers, by the pool that had no room for the next one.
     queue_seconds: Mapping[str, float]
@@ -79,7 +83,7 @@ class SimulationResult:
     def busy_share(self, role: PoolRole) -> float:
         """Returns the share of their time that the workers of a role spent in steps."""
         workers = [each for each in self.workers if each.role == role]
-        alive = sum((each.ended or self.seconds) - each.started for each in workers)
+        alive = sum(each.end_before(self.seconds) - each.started for each in workers)
         return sum(each.busy_seconds for each in workers) / alive if alive > 0 else 0.0
 
     def peak_kv(self, role: PoolRole) -> float:

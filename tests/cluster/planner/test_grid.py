@@ -1,9 +1,11 @@
 """Measures a grid on the real engine, whose executor takes the time of known costs."""
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.cluster.planner.grid import Scenario, list_scenarios, measure_grid
 from tandem.cluster.sim.cost import StepCosts, StepWork, fit_steps
@@ -58,9 +60,32 @@ def test_the_measured_grid_gives_the_costs_of_the_executor(overlap: bool) -> Non
     assert {each.prompt_tokens for each in mixed} >= {8, 14 + 15 + 1}
 
 
+@given(
+    context_tokens=st.integers(64, 10_000),
+    chunk_tokens=st.sampled_from([128, 512, 2048]),
+    data=st.data(),
+)
+def test_the_grid_has_prompts_as_long_as_the_longest_sequence_and_none_longer(
+    context_tokens: int, chunk_tokens: int, data: st.DataObject
+) -> None:
+    budgets = replace(BUDGETS, chunk_tokens=chunk_tokens)
+    scenarios = list_scenarios(
+        budgets, context_tokens=context_tokens, capacity_tokens=10 * context_tokens
+    )
+    assert max(each.prompt_context + each.prompt for each in scenarios) <= context_tokens
+    prompts = [each for each in scenarios if each.prompt and not each.batch]
+    measured = [StepWork.of_prompt(each.prompt_context, each.prompt) for each in prompts]
+    num_input = data.draw(st.integers(1, context_tokens - 1))
+    chunk = min(chunk_tokens, num_input)
+    served = StepWork.of_prompt(num_input - chunk, chunk)
+    for name in ("prompt_tokens", "prompt_context", "context_tokens"):
+        assert getattr(served, name) <= max(getattr(each, name) for each in measured)
+    assert max(each.context for each in scenarios) == max(context_tokens - 64, 32)
+
+
 def test_a_scenario_takes_at_most_its_part_of_the_kv_cache() -> None:
     scenarios = list_scenarios(BUDGETS, context_tokens=8192, capacity_tokens=20_000)
     assert max(each.num_tokens for each in scenarios) <= 18_000
-    assert max(each.context for each in scenarios) == 8192 - 64 - 128
+    assert max(each.context for each in scenarios) == 8192 - 64
     assert Scenario(batch=16, context=512) in scenarios
     assert Scenario(batch=16, context=2048) not in scenarios

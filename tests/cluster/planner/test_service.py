@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
 from tandem.cluster.config import load_config
+from tandem.cluster.planner import report
 from tandem.cluster.planner.changes import (
     autoscaled,
     chain,
@@ -31,13 +31,15 @@ from tandem.cluster.planner.search import (
     list_splits,
     rate_bound,
 )
-from tandem.cluster.planner.site import ArithmeticSite, MeasuredSite, Split
+from tandem.cluster.planner.site import ArithmeticSite, MeasuredSite, Split, check_workload
 from tandem.cluster.planner.workload import Objective, PlannedWorkload
+from tandem.cluster.sim.cost import StepWork
 from tandem.cluster.sim.result import SimulationResult, WorkerUsage
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES, cost_of
 from tandem.tests.profiles import make_profile
 from tandem.workers.model.costs.roofline import DEVICES
+from tandem.workers.model.footprint import memory_budget
 
 MODEL = "smollm2-135m-instruct"
 
@@ -136,7 +138,7 @@ def test_workers_that_die_and_autoscaling_are_simulated(profile_file: Path, tmp_
     (scaled,) = (line for line in text.splitlines() if line.startswith("autoscaled: "))
     assert "fewer worker hours than 2" in scaled
     scaling = json.loads(found.read_text())["autoscaled"]
-    numbers = [number for _, number in scaling["sizes"]["decode"][:-1]]
+    numbers = [number for _, number in scaling["sizes"]["decode"]]
     assert numbers[0] == 1
     assert 0 in numbers  # the only worker dies, because faults hit autoscaled pools as well
     assert max(numbers) <= 2
@@ -148,13 +150,28 @@ def test_faults_are_repeated_until_the_last_request() -> None:
     assert parse_faults(["kill decode every 10s", "kill prefill at 25s"]) == [every, once]
     assert (every.role, every.times(35.0)) == ("decode", [10.0, 20.0, 30.0])
     assert (once.role, once.times(35.0), once.times(20.0)) == ("prefill", [25.0], [])
+    assert (every.times(30.0), once.times(25.0)) == ([10.0, 20.0], [])  # before the end
     service, _ = MeasuredSite(make_profile(1)).service(Split(0, 1))
-    workload = PlannedWorkload.poisson(1.0, 16, 2, 26, seed=0)
-    changed = with_faults([every, once], 5.0)(service, workload)
+    changed = with_faults([every, once], 5.0)(service, 26.0)
     assert [(each.role, each.time) for each in changed.faults] == [
         ("decode", 10.0),
         ("decode", 20.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "seconds"),
+    [
+        ([], 0.0),
+        (["kill decode at 5s"], 5.0 + 30.0),
+        (["kill decode every 5s"], 10.0 + 30.0),
+        (["kill decode every 60s, kill prefill at 90s"], 120.0 + 30.0),
+    ],
+)
+def test_requests_arrive_until_the_workers_have_started_again(
+    rules: list[str], seconds: float
+) -> None:
+    assert least_seconds(parse_faults(rules), 30.0) == seconds
 
 
 def test_requests_arrive_until_workers_have_died_at_any_rate() -> None:
@@ -177,16 +194,15 @@ def test_requests_arrive_until_workers_have_died_at_any_rate() -> None:
 
 def test_an_autoscaled_service_keeps_its_faults_and_has_the_objective_as_target() -> None:
     service, _ = MeasuredSite(make_profile(1, 2)).service(Split(1, 1))
-    workload = PlannedWorkload.poisson(1.0, 16, 2, 26, seed=0)
     faults = with_faults(parse_faults(["kill prefill at 9s"]), 5.0)
-    changed = chain(faults, autoscaled(5.0, 60.0))(service, workload)
+    changed = chain(faults, autoscaled(5.0, 60.0))(service, 26.0)
     assert [each.role for each in changed.faults] == ["prefill"]
     assert changed.prefill is not None
     assert changed.prefill.scaling is not None
     assert changed.decode.scaling is not None
     assert changed.prefill.scaling.tpot_seconds is None
     assert changed.decode.scaling.tpot_seconds == 0.06
-    unreachable = autoscaled(5.0, 90_000.0)(service, workload).decode.scaling
+    unreachable = autoscaled(5.0, 90_000.0)(service, 26.0).decode.scaling
     assert unreachable is not None
     assert unreachable.tpot_seconds is None
 
@@ -274,12 +290,46 @@ def test_a_rate_is_simulated_once() -> None:
     assert planner.run(split, 2.0) is not planner.run(split, 2.0, lengths=1.1)
 
 
-def test_ranks_that_do_not_hold_the_weights_are_known() -> None:
+def arithmetic_site(weight_bytes: int | None = None) -> ArithmeticSite:
+    """Returns H100s for a tiny model, whose weights may be said to take other bytes."""
     cost = cost_of(SHAPES["tiny"], "bfloat16")
-    cost = replace(cost, sizes=replace(cost.sizes, weight_bytes=100 * 10**9))
+    if weight_bytes is not None:
+        cost = replace(cost, sizes=replace(cost.sizes, weight_bytes=weight_bytes))
     config = load_config(overrides={"model": MODEL, "device": "cuda"})
-    site = ArithmeticSite(config=config, cost=cost, name="h100", device=DEVICES["h100"])
-    assert [site.holds_weights(tp) for tp in (1, 2, 4)] == [False, True, True]
+    return ArithmeticSite(config=config, cost=cost, name="h100", device=DEVICES["h100"])
+
+
+def test_ranks_that_do_not_hold_the_weights_or_the_longest_sequence_are_known() -> None:
+    site = arithmetic_site(100 * 10**9)
+    assert [site.holds(tp, 1) for tp in (1, 2, 4)] == [False, True, True]
+    with pytest.raises(InvalidArgument, match=r"^--tp: 1 x 80 GB do not hold the weights, 100 GB"):
+        site.service(Split(0, 1))
+    memory = memory_budget(80 * 10**9, 1.0, site.config.decode.gpu_memory_utilization)
+    tight = arithmetic_site(memory - 1_000_000)
+    service, costs = tight.service(Split(0, 1))
+    assert 16 <= service.context_tokens < 8192
+    longer = PlannedWorkload.poisson(1.0, service.context_tokens, 1, 10, seed=0)
+    assert tight.holds(1, longer.longest - 1)
+    assert not tight.holds(1, longer.longest)
+    with pytest.raises(InvalidArgument, match=f"holds at most {service.context_tokens:,}"):
+        check_workload(Split(0, 1), service, costs, longer)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_named() -> None:
+    site = arithmetic_site()
+    with pytest.raises(InvalidArgument, match=r"^--tp: 3 does not divide the model's 4 "):
+        site.service(Split(0, 1, tp=3))
+    with pytest.raises(InvalidArgument, match=r"^--tp: 3 does not divide"):
+        site.holds(3, 1)
+
+
+def test_a_prompt_of_a_device_computes_the_logits_of_its_last_token_only() -> None:
+    site = arithmetic_site()
+    _, costs = site.service(Split(0, 1))
+    work = StepWork(sequences=1) + StepWork.of_prompt(0, 1000)
+    seconds = costs.prefill.seconds(replace(work, context_tokens=0)) - costs.prefill.fixed
+    flops = site.cost.prefill(1000).flops
+    assert seconds == pytest.approx(flops / (0.5 * DEVICES["h100"].roofline.flops_per_s), rel=0.01)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
@@ -318,15 +368,6 @@ def test_work_outside_the_measured_grid_is_refused() -> None:
         )
 
 
-def test_a_split_that_is_not_measured_is_refused_before_a_simulation() -> None:
-    reports: list[str] = []
-    workload = PlannedWorkload.poisson(1.0, 128, 8, 20, seed=0)
-    planner = Planner(MeasuredSite(make_profile(1, 2)), workload, OBJECTIVE, report=reports.append)
-    with pytest.raises(InvalidArgument, match="3 workers"):
-        planner.search(list_splits(3, [1]))
-    assert reports == []
-
-
 def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> None:
     profile = make_profile(1, 2)
     with pytest.raises(InvalidArgument, match=r"3 workers .* only 1 and 2.*--workers 3"):
@@ -357,21 +398,11 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
             "requests arrive until workers have died and started again; the maximum is 1,000,000",
         ),
         ((*SLO, *WORKLOAD, "--restart", "soon"), "--restart: must be a time from 0s to 86400s"),
-        ((*SLO, *WORKLOAD, "--measure", "1s"), "--measure: must be at least 5 seconds, got 1"),
-        ((*SLO, *WORKLOAD, "--measure", "soon"), "--measure: must be a time from 0s"),
-        (
-            (*SLO, *WORKLOAD, "--measure", "60s", "--devices", "3"),
-            "--devices: must be at most 2 with --measure",
-        ),
-        ((*SLO, *WORKLOAD, "--measure", "60s", "--tp", "1,2"), "--tp: must be 1 with --measure"),
-        *(
-            (
-                (*SLO, *WORKLOAD, option, "/nowhere/plan"),
-                f"{option}: /nowhere/plan cannot be written: there is no folder /nowhere",
-            )
-            for option in ("--json", "--plot", "--write")
-        ),
+        ((*SLO, *WORKLOAD, "--json", "/tmp"), "--json: /tmp cannot be written: it is a folder"),
         ((*SLO, *WORKLOAD, "--device", "h100", "--tp", "0"), "--tp: must be numbers"),
+        ((*SLO, *WORKLOAD, "--measure", "1s"), "--measure: must be a time from 5s to 86400s"),
+        ((*SLO, *WORKLOAD, "--measure", "9s", "--devices", "3"), "--devices: must be at most 2"),
+        ((*SLO, *WORKLOAD, "--measure", "9s", "--tp", "2"), "--tp: must be 1 with --measure"),
         ((*SLO, *WORKLOAD, "--attainment", "1.5", "--device", "h100"), "--attainment"),
     ],
 )
@@ -380,13 +411,30 @@ def test_wrong_options_are_named(args: tuple[str, ...], message: str) -> None:
     assert message in str(result.exception)
 
 
-def test_a_plot_without_matplotlib_is_refused_before_the_measurement(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    plot = ("--measure", "60s", "--plot", str(tmp_path / "plan.png"))
-    result = CliRunner().invoke(app, ["plan", "service", MODEL, *SLO, *WORKLOAD, *plot])
+def test_a_missing_package_is_named_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *SLO, *WORKLOAD, "--plot", "p.png"])
     assert str(result.exception) == "--plot: needs matplotlib: pip install 'tandem-llm[bench]'"
+
+
+def test_lengths_that_are_not_measured_are_left_out(profile_file: Path, tmp_path: Path) -> None:
+    found = tmp_path / "plan.json"
+    workload = ("--input-len", "4200", "--output-len", "2", "--requests", "10", "--rate", "0.05")
+    options = ("--profile", str(profile_file), "--devices", "1", "--json", str(found))
+    slo = ("--slo", "ttft=60s")
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *slo, *workload, *options])
+    assert result.exception is None, result.output
+    assert "without lengths +10%: --profile: steps of together on 1 are outside" in result.stderr
+    sensitivity = json.loads(found.read_text())["sensitivity"]
+    assert "lengths -10%" in sensitivity
+    assert "lengths +10%" not in sensitivity
+
+
+def test_equal_numbers_of_ranks_are_planned_once(profile_file: Path, tmp_path: Path) -> None:
+    found = tmp_path / "plan.json"
+    options = ("--profile", str(profile_file), "--devices", "1", "--json", str(found))
+    run(*SLO, *WORKLOAD, *options, "--tp", "1,1")
+    assert len(json.loads(found.read_text())["splits"]) == 1
 
 
 def test_workers_on_cpus_share_one_machine() -> None:

@@ -97,7 +97,7 @@ def test_a_killed_decode_worker_loses_time_and_no_token(exact: bool) -> None:
     interrupted = [each for each in result.requests if each.timeline.interruptions]
     assert interrupted
     assert {each.timeline.interruptions[0].cause for each in interrupted} <= {"crash", "gone"}
-    assert [number for _, number in result.sizes["decode"][:4]] == [1, 2, 1, 2]
+    assert [number for _, number in result.sizes["decode"]] == [1, 2, 1, 2]
     assert result.workers[0].ended == pytest.approx(8.0)
 
 
