@@ -184,7 +184,7 @@ class Profile(BaseModel):
 
 
 class _Format(BaseModel):
-    """Reads only the format of a profile, whose fields may be those of another format."""
+    """Reads only the format of a profile, whose fields may have changed."""
 
     format: int = FORMAT
 

@@ -52,7 +52,7 @@ def required_capacity(request: TokenRequest, cost: KvCost = NEUTRAL_COST) -> Cap
     """Returns the resources that a request needs if no part of its prompt is cached.
 
     `kv_tokens` counts the prompt and the expected completion; it also measures the request's work.
-    `cost` is that of the service's workers.
+    `cost` describes the KV cache of the workers.
     """
     submit = request.submit
     # Emitted tokens are computed again as a part of the prompt.
@@ -79,7 +79,7 @@ def used_capacity(
     The worker computes `num_tokens` of the prompt (0: none), has `cached_tokens` of it in its
     prefix cache, fetches the missing ones of the first `fetched_tokens`, and generates if `decodes`
     is True. Choices share the blocks of the prompt; all requests share the blocks of its cached
-    part. `cost` is that of the worker.
+    part. `cost` describes the KV cache of the worker.
     """
     required = required_capacity(request, cost)
     cached_tokens = min(cached_tokens, required.prompt_tokens)
