@@ -52,7 +52,9 @@ def refused(path: Path, profile: dict[str, Any]) -> str:
 
 def test_another_format_is_named_although_its_fields_differ(tmp_path: Path) -> None:
     profile = make_profile(1).model_dump() | {"format": 1, "old_field": 3}
-    assert "has format 1, expected 2; run `tandem plan measure` again" in refused(tmp_path / "old.json", profile)
+    assert "has format 1, expected 2; run `tandem plan measure` again" in refused(
+        tmp_path / "old.json", profile
+    )
 
 
 def test_a_grid_that_cannot_be_fitted_is_refused(tmp_path: Path) -> None:
