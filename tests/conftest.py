@@ -208,7 +208,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(IoGuard(forbid_torch=config.getoption("--quick")))
-    config.pluginmanager.register(HangGuard(float(config.getini("timeout"))))
+    if config.pluginmanager.hasplugin("timeout"):  # a bare GPU machine may lack pytest-timeout
+        config.pluginmanager.register(HangGuard(float(config.getini("timeout"))))
     # Modules in C tell at the exit what of them is left. This runs last, after pytest's collections
     # of garbage, which would take seconds for what was imported.
     config.add_cleanup(gc.unfreeze)
