@@ -18,6 +18,7 @@ from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.peers import IDENTITY, peer_channel
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import DelegatingExecutor, Executor
@@ -99,7 +100,9 @@ class Fleet:
         for worker in self.workers:
             async with peer_channel(worker.address) as channel:
                 found.append(
-                    await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+                    await worker_stub(channel).GetStatus(
+                        worker_pb2.GetStatusRequest(), timeout=WAIT
+                    )
                 )
         return found
 

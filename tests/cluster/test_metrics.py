@@ -34,13 +34,13 @@ from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.engine import scheduler
 from tandem.workers.engine.config import SpeculativeConfig
 from tandem.workers.engine.ngram import Drafter
 
 HOST: Final = "127.0.0.1"
-WAIT: Final = 60.0
 TOKENS: Final = 24
 
 

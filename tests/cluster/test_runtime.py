@@ -25,6 +25,7 @@ from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import bearer
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
+from tandem.tests.waits import WAIT
 from tandem.workers.model import loader
 
 HOST = "127.0.0.1"
@@ -366,7 +367,7 @@ async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
                 cached.append(answer.usage.cached_tokens)
             disk = running.workers[0]._disk
             assert disk is not None
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT):
                 while disk._writing is not None or len(disk._disk.files) < 6 * len(keys):
                     await asyncio.sleep(0.005)
             await router.stop(0)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
+from tandem.tests.waits import WAIT
 
 NUM_TOKENS = 100
 PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 37 * n)] for n in range(16)]
@@ -158,7 +159,7 @@ async def test_a_rank_dies_in_mid_stream(service: Any, expected: list[list[int]]
 
 async def busy(status_url: str) -> None:
     """Until both decode workers have streams."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT
     while not all(w["load"]["num_running"] for w in workers(status_url) if w["role"] == "decode"):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

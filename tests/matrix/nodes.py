@@ -22,6 +22,7 @@ from tandem.tests.fleet import worker_stub
 from tandem.tests.matrix.control import Control
 from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.peers import peer_channel
+from tandem.tests.waits import WAIT
 
 START_SECONDS: Final = 120.0
 BLOCK_SIZE: Final = 16
@@ -167,7 +168,7 @@ class Node:
         """Kills all processes and waits until they are gone."""
         for rank in range(len(self.pids)):
             self.signal(signal.SIGKILL, rank)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while any(map(psutil.pid_exists, self.pids)):
                 await asyncio.sleep(0.005)
         self.pids = []

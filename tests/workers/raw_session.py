@@ -9,6 +9,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import PeerChannel
 from tandem.tests.fleet import is_idle, worker_stub
 from tandem.tests.peers import peer_channel
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.serve.worker import Worker
@@ -110,7 +111,7 @@ async def worker_of(
 
 async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:
     """Waits until the worker holds nothing for any request."""
-    async with asyncio.timeout(5), peer_channel(worker.address) as channel:
+    async with asyncio.timeout(WAIT), peer_channel(worker.address) as channel:
         while True:
             status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(
                 worker_pb2.GetStatusRequest()

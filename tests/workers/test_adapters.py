@@ -19,6 +19,7 @@ from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, innermost, split_fleet
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.model.helpers import load, reference_greedy
 from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
@@ -174,7 +175,7 @@ async def test_a_suspended_stream_goes_on_with_its_adapter(
         tasks = [
             asyncio.create_task(generate(running, folders, name, num_tokens=60)) for name in names
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while not (busy := [w for w in running.workers[1:] if w.load().num_running]):
                 await asyncio.sleep(0)
         running.registry.update([*(worker.info() for worker in running.workers)])

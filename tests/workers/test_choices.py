@@ -19,6 +19,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.hashing import hash_tenant
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import (
     FakeExecutor,
     expected_choices,
@@ -460,7 +461,7 @@ async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
 
     def load(grammar: str, owner: bytes, tenant: bytes) -> None:
         compiled.append(grammar)
-        assert go_on.wait(10)
+        assert go_on.wait(WAIT)
         if grammar == "bad":
             raise ValueError("line 1")
 
@@ -486,7 +487,7 @@ async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
 
     def check(grammar: str, owner: bytes, tenant: bytes) -> None:
         begun.set()
-        if not go_on.wait(10):
+        if not go_on.wait(WAIT):
             raise TimeoutError
 
     rank = replace(fake_rank(), load_grammar=check)
@@ -508,7 +509,7 @@ async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_
 ) -> None:
     monkeypatch.setattr("tandem.workers.serve.request_manager._PREPARE_SECONDS", 0.2)
     go_on = threading.Event()
-    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(30))) as (
+    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(WAIT))) as (
         _,
         session,
     ):

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from tandem.tests.waits import WAIT
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Preempted
 from tandem.workers.serve.engine_thread import EngineThread
@@ -65,7 +66,7 @@ class Running:
         assert await asyncio.to_thread(self.engine.stepping.wait, 5)
 
     async def delivered(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             while len(self.events) < count:
                 await asyncio.sleep(0.001)
 
@@ -151,7 +152,7 @@ async def test_a_step_that_raises_ends_the_thread_and_fails_once() -> None:
     one.engine.fault = ValueError("broken")
     one.thread.start(one.deliver)
     await one.held_in_a_step()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         waiting = asyncio.create_task(one.thread.call(lambda engine: None, 30))
         await asyncio.sleep(0)
         one.engine.gate.set()
@@ -172,7 +173,7 @@ async def test_a_posted_command_that_raises_is_a_failure_of_the_engine() -> None
             raise RuntimeError("out of order")
 
         one.thread.post(fail)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             while not one.failures:
                 await asyncio.sleep(0.001)
         assert str(one.failures[0]) == "out of order"

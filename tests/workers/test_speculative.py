@@ -14,6 +14,7 @@ from tandem.proto import inference_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, split_fleet
 from tandem.tests.service import expected_tokens as model_tokens
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.engine import scheduler
 from tandem.workers.engine.config import SpeculativeConfig
@@ -106,7 +107,7 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
             asyncio.create_task(running.generate(token_request(prompt, 300))) for prompt in prompts
         ]
         leaving = running.workers[1]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while leaving._engine.requests.num_accepted_tokens < 20:
                 await asyncio.sleep(0.001)
         assert await leaving.drain(20) == 0
@@ -131,7 +132,7 @@ async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(
         requests = [token_request(prompt, 500, ignore_eos=True) for prompt in prompts]
         streams = [asyncio.create_task(running.generate(request)) for request in requests]
         leaving, other = running.workers[1:]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while leaving._engine.requests.num_accepted_tokens < 20:
                 await asyncio.sleep(0.001)
         assert await leaving.drain(20) == 0

@@ -20,6 +20,7 @@ from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, worker_stub
 from tandem.tests.peers import IDENTITY, STRANGER
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
 from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, sender_of
@@ -142,7 +143,7 @@ async def test_a_stranger_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
         for worker in running.workers:
             host, _, port = worker.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT):
                 with suppress(ConnectionError):
                     while await reader.read(4_096):
                         pass
@@ -236,7 +237,7 @@ async def test_a_stranger_at_the_address_of_a_worker_that_is_gone_gets_no_prompt
     client = WorkerClient(("worker", 1), address, IDENTITY, messages.append)
     try:
         stream = client.submit(submit(token_ids=PROMPT), wake)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while stream.failure is None:
                 await wake.wait()
                 wake.clear()

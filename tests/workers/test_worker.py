@@ -20,6 +20,7 @@ from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, worker_stub
 from tandem.tests.peers import peer_channel
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
@@ -129,7 +130,7 @@ async def test_one_message_a_step_whatever_the_batch() -> None:
         for n in range(16):
             await session.send(submit(str(n), token_ids=range(n, n + 20), max_tokens=50))
         await session.until(ended, count=16)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while not ((last := await session.read()) and last.load.total_blocks):
                 pass  # the last load follows within a quarter of a second
     with_tokens = [
@@ -232,7 +233,7 @@ async def test_a_worker_whose_step_never_ends_fails() -> None:
         session = RawSession(channel)
         await session.send(submit())
         assert await asyncio.to_thread(executor.hangs.wait, 5)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while not worker.failed.is_set():
                 with suppress(RuntimeError):
                     worker.check_health()
@@ -286,7 +287,7 @@ async def test_a_session_that_has_just_begun_learns_that_it_ends(how: str) -> No
 
     worker = await Worker.serve(fake_rank(), worker_config(), worker_id="worker", role="decode")
     serving = asyncio.create_task(worker.serve_session(commands(), send))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT):
         while not messages:
             await asyncio.sleep(0)
         if how == "drain":
@@ -308,7 +309,7 @@ async def test_a_draining_prefill_worker_still_sends_its_kv_cache() -> None:
     ranks = iter([fake_rank(step_seconds=0.02), fake_rank()])
     async with fleet(1, 1, rank=lambda role: next(ranks), chunk_tokens=16) as running:
         request = asyncio.create_task(running.generate(token_request(range(200), 4)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while not (await running.statuses())[0].num_requests:
                 await asyncio.sleep(0.002)
         await running.workers.pop(0).stop(grace=20)
@@ -325,7 +326,7 @@ async def test_stop_with_requests_under_way_is_quick() -> None:
             asyncio.create_task(running.generate(token_request(range(n, 300), 500)))
             for n in range(8)
         ]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while not all(status.num_requests for status in await running.statuses()):
                 await asyncio.sleep(0.002)
         began = time.monotonic()

@@ -27,6 +27,7 @@ from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.waits import WAIT
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -486,7 +487,7 @@ async def test_failures_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> 
     source.error, source.stall_after = None, 2
     summary = await measure(options(url, num_prompts=2, timeout=0.3))
     assert [(each.kind, each.count) for each in summary.failures] == [("timeout", 2)]
-    await asyncio.wait_for(source.wait_running(0), 10)
+    await asyncio.wait_for(source.wait_running(0), WAIT)
 
 
 EVENTS = (

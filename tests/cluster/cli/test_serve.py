@@ -28,10 +28,10 @@ from tandem.proto.addresses import in_brackets, why_not_bound
 from tandem.router.client.client import AsyncClient, Client
 from tandem.tests.metrics_page import scrape_until
 from tandem.tests.service import ACTIVITY
+from tandem.tests.waits import WAIT
 
 OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
-WAIT = 60  # seconds that anything may take, on however busy a machine
 RAY_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [^]]* [IWE] \d+ \d+\] ")
 SCRATCH = re.compile(rf"{re.escape(tempfile.gettempdir())}/tandem-\w+")
 READY = re.compile(

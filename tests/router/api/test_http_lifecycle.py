@@ -13,8 +13,7 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body, events
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
-
-WAIT = 5.0
+from tandem.tests.waits import WAIT
 
 
 async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:

@@ -16,6 +16,7 @@ from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenRequest
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.tp.rank import Rank
 
@@ -81,7 +82,7 @@ async def test_a_router_that_disconnects_leaves_nothing(how: str) -> None:
     async with fleet(1, 1, rank=small_rank, chunk_tokens=64, park_seconds=1.0) as running:
         requests = [token_request(range(n, n + 120), 600, name=str(n)) for n in range(12)]
         tasks = [asyncio.create_task(running.generate(request)) for request in requests]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while not any(status.info.load.num_waiting for status in await running.statuses()):
                 await asyncio.sleep(0.005)
         if how == "close":

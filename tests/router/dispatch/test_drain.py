@@ -12,6 +12,7 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.sequence import SequenceSpec, Task
@@ -36,7 +37,7 @@ def submits(monkeypatch: pytest.MonkeyPatch) -> Counter[Task]:
 
 
 async def until_running(running: Fleet, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT):
         while sum(worker.load().num_running for worker in running.workers) < count:
             await asyncio.sleep(0.002)
 
@@ -44,7 +45,7 @@ async def until_running(running: Fleet, count: int) -> None:
 async def until_decoding(worker: Worker) -> None:
     executor = worker._rank.executor
     assert isinstance(executor, FakeExecutor)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT):
         while executor.num_steps < 5:
             await asyncio.sleep(0.002)
 

@@ -20,6 +20,7 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import FirstTokens
@@ -268,7 +269,7 @@ async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> Non
             return timeline.attempts
 
         requests = [asyncio.create_task(one(number)) for number in range(8)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while executor.num_steps < 20:
                 await asyncio.sleep(0.002)
         executor.fail_after_steps = 0
@@ -319,7 +320,7 @@ async def test_preempted_requests_get_exactly_their_tokens(
 
         restores = num_host_blocks > 0 or has_disk
         restored = 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT):
             # On a busy machine a block may be needed again before it is on the disk.
             while not restored:
                 assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10

@@ -14,6 +14,7 @@ from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, worker_stub
 from tandem.tests.peers import peer_channel
 from tandem.tests.router.dispatch.test_drain import until_running
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices
 from tandem.tests.workers.raw_session import submit, worker_of
 from tandem.workers.engine.config import Budgets
@@ -87,7 +88,7 @@ async def test_the_prefix_cache_is_kept_and_known_and_old_sessions_end() -> None
         assert await switch(running, worker, "prefill") == 0
         assert worker.load().cached_blocks == cached
         request = token_request(prompt, 5)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while running.registry._look_up(request).matched.get(worker.worker_id, 0) < 48:
                 await asyncio.sleep(0.002)
         placement = running.registry.place(request)
@@ -95,7 +96,7 @@ async def test_the_prefix_cache_is_kept_and_known_and_old_sessions_end() -> None
         assert placement.prefill == worker.worker_id
         _, timeline = await running.generate(token_request(prompt, 5))
         assert timeline.cached_tokens >= 48
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while max(status.num_sessions for status in await running.statuses()) > 1:
                 await asyncio.sleep(0.002)
 
@@ -176,7 +177,7 @@ async def test_a_prompt_that_is_computed_in_the_earlier_role_is_decoded() -> Non
             asyncio.create_task(running.choices(token_request(range(n, n + 300), 50)))
             for n in range(12)
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while not len(first._requests):
                 await asyncio.sleep(0)
         await asyncio.gather(switch(running, first, "decode"), switch(running, second, "prefill"))
@@ -205,7 +206,7 @@ async def test_a_sequence_that_was_meant_for_the_worker_goes_to_another_one(
             asyncio.create_task(running.choices(token_request(range(n, n + 600), 50)))
             for n in range(8)
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while not running.workers[0].load().num_running:
                 await asyncio.sleep(0.001)
         switched = running.workers[1]

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.workers.engine.plan import (
     PENDING_TOKEN,
@@ -270,14 +271,14 @@ def test_a_blocking_abort_does_not_block_the_caller() -> None:
     class Nccl:
         def abort(self) -> None:
             aborted.set()
-            release.wait(30)
+            release.wait(WAIT)
 
     group = TpGroup.listen(**WHERE)
     group._tensors = Nccl()
     began = time.monotonic()
     group.abort()
     assert time.monotonic() - began < 5
-    assert aborted.wait(5)
+    assert aborted.wait(WAIT)
     release.set()
 
 

@@ -27,6 +27,7 @@ from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.peers import peer_channel
 from tandem.tests.service import expected_tokens
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
 from tandem.workers.serve.worker import Worker
@@ -220,7 +221,7 @@ async def test_a_lost_rank_takes_its_worker_down_at_once_and_no_other(
 ) -> None:
     async with split_fleet(split_model, {"prefill": [], "decode": [2, 1]}) as fleet:
         split, whole = fleet.workers
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             await generate(fleet, prompts[0])
             await fleet.ranks[0].stop()
             began = time.monotonic()
@@ -288,7 +289,7 @@ async def test_a_killed_or_silent_rank_is_noticed_at_once(
     async with split_over_two_processes(split_model, silence_seconds) as (worker, rank):
         rank.send_signal(how)
         began = time.monotonic()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             await worker.failed.wait()
         assert time.monotonic() - began < AT_ONCE_SECONDS
 
@@ -313,7 +314,7 @@ async def test_a_rank_ends_with_its_rank_0(split_model: Path) -> None:
     worker = await Worker.start(settings, worker_id="split", ranks=[rank.address])
     assert not rank.ended.is_set()
     await worker.stop()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(WAIT):
         await rank.ended.wait()
     await rank.stop()
 
@@ -334,7 +335,7 @@ async def test_without_any_worker_left_requests_are_refused(
 ) -> None:
     async with split_fleet(split_model, {"decode": [2]}, park_seconds=0.1) as fleet:
         await fleet.ranks[0].stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             await fleet.workers[0].failed.wait()
         with pytest.raises(Unavailable):
             await generate(fleet, prompts[0])

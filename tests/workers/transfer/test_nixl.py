@@ -22,6 +22,7 @@ import torch
 
 from tandem.proto import worker_pb2
 from tandem.tests.peers import IDENTITY, peer_server
+from tandem.tests.waits import NEVER, WAIT
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, placed, sender_of
@@ -423,7 +424,7 @@ BLOCKS = ((5, 1, 3), (0, 7, 2))  # of each transfer, on both sides
 def endpoint_of(seed: int) -> KvEndpoint:
     kv = PagedKv(LAYOUT, num_blocks=8, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return KvEndpoint(sender_of(kv, ("nixl",), stall_seconds=20), IDENTITY)
+    return KvEndpoint(sender_of(kv, ("nixl",), stall_seconds=NEVER), IDENTITY)
 
 
 async def serve() -> None:
@@ -460,11 +461,11 @@ async def test_between_processes_until_one_is_killed(transports: str) -> None:
         whole, half = span(own, 0, NUM_TOKENS), span(own, 0, NUM_TOKENS // 2)
         assert read_now(own, BLOCKS[0], whole) == read_now(expected, BLOCKS[0], whole)
         fetching = asyncio.create_task(fetch(here, endpoint, 1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while read_now(own, BLOCKS[1], half) != read_now(expected, BLOCKS[1], half):
                 await asyncio.sleep(0.002)
         process.kill()
-        async with asyncio.timeout(10):  # before the stall's deadline
+        async with asyncio.timeout(WAIT):  # before the stall's deadline
             with pytest.raises(TransferError):
                 await fetching
             while here.receiver.connections.transports:

@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 
 from tandem.proto.channel import PeerChannel
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import LAYOUT, handle, one_table
@@ -177,7 +178,7 @@ async def test_a_whole_transfer_is_acknowledged_when_the_context_ends_well() -> 
     assert isinstance(side.call.written[-1], Ack)
     assert (side.num_acks, side.call.half_closed) == (1, True)
     side.call.ended.set_result(None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         while side.receiver.num_closing:
             await asyncio.sleep(0)
     assert not side.call.cancelled

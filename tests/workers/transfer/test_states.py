@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from tandem.proto import worker_pb2
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import CacheGroup, KvLayout, KvSpan, LayerGeometry, StatePart
@@ -225,7 +226,7 @@ async def test_a_state_leaves_when_the_last_chunk_has_passed_its_layer() -> None
         (16, NUM_TOKENS, 4, (True, True)),
     ):
         sender.progress(1, num_ready, num_ahead, num_layers)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while (arrived(0), arrived(1)) != expected:
                 await asyncio.sleep(0)
         for _ in range(50):  # nothing more comes

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import (
@@ -207,7 +208,7 @@ class Transfer:
         await turns()
         self.complete()
         fetched = await asyncio.gather(*fetches)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             while sum(receiver.num_closing for receiver in self.receivers):
                 await asyncio.sleep(0)
         assert not any(call.cancelled for calls in self.calls for _, call in calls.made)

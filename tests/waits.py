@@ -1,0 +1,27 @@
+"""How long tests wait.
+
+Four processes of tests share two cores with whole services, where a process may get no core for
+seconds. A wait for something that has to happen ends as soon as it has, so a generous deadline
+costs time only in a test that fails; all such waits have the same one.
+"""
+
+import subprocess
+import threading
+from typing import Final
+
+WAIT: Final = 60.0
+"""Seconds within which anything has happened that has to happen."""
+
+NEVER: Final = 10 * WAIT
+"""Seconds of a timeout of the code under test that is not to end anything before WAIT is over."""
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """Returns the next line of a process, which is killed if none comes within WAIT."""
+    assert process.stdout is not None
+    timer = threading.Timer(WAIT, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        timer.cancel()
