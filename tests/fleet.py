@@ -106,11 +106,11 @@ class Fleet:
                 )
         return found
 
-    async def check_idle(self, timeout: float = 5.0) -> None:
+    async def check_idle(self) -> None:
         """Waits until no worker holds anything for a request; fails if one does, or loses
         blocks.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + WAIT
         while True:
             statuses = await self.statuses()
             assert all(status.integrity_ok for status in statuses)
@@ -199,7 +199,8 @@ async def split_fleet(
         async with _running(workers, ranks, park_seconds) as running:
             yield running
     finally:
-        await asyncio.gather(*(rank.stop() for rank in ranks))
+        async with asyncio.timeout(WAIT):
+            await asyncio.gather(*(rank.stop() for rank in ranks))
 
 
 class Unlimited(Admission):
@@ -224,5 +225,6 @@ async def _running(
         yield running
         await running.check_idle()
     finally:
-        await running.dispatcher.close()
-        await asyncio.gather(*(worker.stop() for worker in workers))
+        async with asyncio.timeout(WAIT):
+            await running.dispatcher.close()
+            await asyncio.gather(*(worker.stop() for worker in workers))

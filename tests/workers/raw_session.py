@@ -45,7 +45,7 @@ class RawSession:
 
     async def read(self) -> worker_pb2.SessionResponse | None:
         """The next message; None at the stream's end."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT):
             message = await self._call.read()
         if not isinstance(message, worker_pb2.SessionResponse):
             return None
@@ -106,7 +106,8 @@ async def worker_of(
             yield worker, RawSession(channel)
         await idle(worker)
     finally:
-        await worker.stop()
+        async with asyncio.timeout(WAIT):
+            await worker.stop()
 
 
 async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:

@@ -383,7 +383,7 @@ def test_the_end_of_ray_in_an_awkward_environment_is_told_in_a_line_and_leaves_n
     assert ours[1].startswith("`tandem drain` will not work: ")  # without a home
     assert re.match(rf"status page: http://{re.escape(in_brackets(host))}:\d+/tandem", ours[2])
     assert ours[4:] == [f"error: Ray has ended: its {victim} process is gone"]  # after the console
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=WAIT)
     assert not alive, alive
     assert not Path(scratch).exists()
     assert not list(folder.iterdir())

@@ -36,6 +36,8 @@ from tandem.tests.workers.engine.fake import (
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 TIME = inference_pb2.FINISH_REASON_TIME
+SLOW_SECONDS = 1.2 * WAIT / 1000
+"""Of a step: no 1,000 tokens are there before the deadline of a wait."""
 
 
 async def deltas_of(
@@ -149,7 +151,7 @@ async def test_a_beam_search_is_the_same_wherever_it_runs(prefill: int, max_toke
 async def test_dropped_choices_are_freed_on_their_worker() -> None:
     prompt = range(30)
     ended: set[int] = set()
-    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.001)) as running:
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_SECONDS)) as running:
         request = token_request(prompt, 1000, num_choices=3)
         found: list[TokenDelta] = []
         async with aclosing(
@@ -160,7 +162,7 @@ async def test_dropped_choices_are_freed_on_their_worker() -> None:
                 found.append(delta)
                 if delta.first_index + len(delta.ids) >= 5 * (delta.choice + 1):
                     ended.add(delta.choice)
-        await running.check_idle(timeout=1.0)
+        await running.check_idle()
     assert ended == {0, 1, 2}
     whole = expected_choices(prompt, 3, 1000, VOCAB)
     assert all(ids == whole[choice][: len(ids)] for choice, ids in enumerate(ids_of(found, 3)))
@@ -169,10 +171,10 @@ async def test_dropped_choices_are_freed_on_their_worker() -> None:
 @pytest.mark.parametrize("reads", [0, 3])
 async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
     async with fleet(
-        1, 1, rank=lambda role: fake_rank(step_seconds=0.01 if reads else 0.5)
+        1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_SECONDS if reads else 0.5)
     ) as running:
         request = token_request(
-            range(30), 1000, deadline=time.monotonic() + (1.0 if reads else 0.2)
+            range(30), 1000, deadline=time.monotonic() + (5.0 if reads else 0.2)
         )
         found: list[TokenDelta] = []
 
@@ -182,22 +184,20 @@ async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
 
         with pytest.raises(DeadlineExceeded):
             await asyncio.wait_for(read(), WAIT)
-        assert request.deadline is not None
-        assert time.monotonic() - request.deadline < 2.0
         assert len(found) >= reads
-        await running.check_idle(timeout=2.0)
+        await running.check_idle()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 async def test_when_its_time_is_over_a_request_ends_with_its_output(seconds: float) -> None:
     """The workers end it, too: they hold nothing afterwards."""
-    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.01)) as running:
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_SECONDS)) as running:
         request = token_request(range(30), 1000, ends_at=time.monotonic() + seconds)
         found = await deltas_of(running, request)
         assert [delta.finish_reason for delta in found if delta.finish_reason] == [TIME]
         (ids,) = ids_of(found, 1)
         assert ids == expected_tokens(range(30), len(ids), VOCAB)
-        await running.check_idle(timeout=2.0)
+        await running.check_idle()
 
 
 async def test_the_time_of_a_request_that_waits_for_admission() -> None:

@@ -143,7 +143,7 @@ class Groups:
 
     def _receiver(self, store: ArrayKv) -> KvReceiver:
         calls = Calls(dict(zip(self.endpoints, self.senders, strict=True)))
-        return KvReceiver(TransferContext(kv=store), stall_seconds=5, channel=calls.channel)
+        return KvReceiver(TransferContext(kv=store), stall_seconds=WAIT, channel=calls.channel)
 
     def heads(self, group: CacheGroup, tp: int, rank: int) -> list[int]:
         return list(kv_heads(group.part.num_heads, group.part.num_kv_heads, tp, rank))
