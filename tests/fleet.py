@@ -106,6 +106,13 @@ class Fleet:
                 )
         return found
 
+    def hurry(self) -> None:
+        """Has the fake executors of all workers make the rest of their steps in no time."""
+        for worker in self.workers:
+            executor = innermost(worker._rank.executor)
+            assert isinstance(executor, FakeExecutor)
+            executor.step_seconds = 0.0
+
     async def check_idle(self) -> None:
         """Waits until no worker holds anything for a request; fails if one does, or loses
         blocks.

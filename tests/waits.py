@@ -16,6 +16,10 @@ NEVER: Final = 10 * WAIT
 """Seconds of a timeout of the code under test that is not to end anything before WAIT is over."""
 
 
+SLOW_STEP: Final = 1.2 * WAIT / 1000
+"""Seconds of a fake model's step: a request for 1,000 tokens does not end by itself before WAIT."""
+
+
 def line_of(process: subprocess.Popen[str]) -> str:
     """Returns the next line of a process, which is killed if none comes within WAIT."""
     assert process.stdout is not None

@@ -268,13 +268,15 @@ async def test_no_adapter_is_evicted_while_it_is_in_use() -> None:
 
 
 async def test_full_workers_are_an_overload() -> None:
-    rank = replace(fake_rank(step_seconds=0.005), load_adapter=loads())
+    rank = replace(fake_rank(step_seconds=0.05), load_adapter=loads())
     async with fleet(0, 1, rank=lambda role: rank, max_loras=1) as running:
         first = asyncio.create_task(running.generate(token_request(PROMPT, 100, adapter=named(1))))
-        while not running.workers[0].load().num_running:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT):
+            while not running.workers[0].load().num_running:
+                await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             await running.generate(token_request(PROMPT, 8, adapter=named(2)))
+        running.hurry()
         await first
 
 

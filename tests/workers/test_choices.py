@@ -19,7 +19,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.hashing import hash_tenant
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.token_request import token_request
-from tandem.tests.waits import WAIT
+from tandem.tests.waits import SLOW_STEP, WAIT
 from tandem.tests.workers.engine.fake import (
     FakeExecutor,
     expected_choices,
@@ -161,7 +161,7 @@ async def test_one_choice_is_cancelled_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("task", [worker_pb2.TASK_COLOCATED, worker_pb2.TASK_PREFILL])
 async def test_a_request_ends_with_its_last_choice(task: int) -> None:
-    async with worker_of(fake_rank(step_seconds=0.002)) as (worker, session):
+    async with worker_of(fake_rank(step_seconds=SLOW_STEP)) as (worker, session):
         await session.send(submit(task=task, num_choices=2, max_tokens=1000))
         await session.until(has_tokens, count=2)
         for choice in (0, 1):
@@ -493,7 +493,7 @@ async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
     rank = replace(fake_rank(), load_grammar=check)
     async with worker_of(rank) as (worker, session):
         await session.send(submit(grammar="long"))
-        assert await asyncio.to_thread(begun.wait, 5)
+        assert await asyncio.to_thread(begun.wait, WAIT)
         await session.send(submit("b"))  # others do not wait for it
         await session.until(ended)
         await session.send(worker_pb2.Cancel(request_id="a", attempt=1))

@@ -243,7 +243,7 @@ async def test_a_disk_that_hangs_is_given_up(
     def hang(files: BlockFiles, digest: bytes) -> memoryview | None:
         if served.is_last(files):
             asked.release()
-            assert go_on.wait(60)
+            assert go_on.wait(WAIT)
         return read(files, digest)
 
     monkeypatch.setattr(BlockFiles, "read", hang)
@@ -265,7 +265,7 @@ async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(
     def hang(files: BlockFiles, digest: bytes) -> memoryview | None:
         if served.is_last(files):
             loop.call_soon_threadsafe(asked.set)
-            assert go_on.wait(60)
+            assert go_on.wait(WAIT)
         return read(files, digest)
 
     monkeypatch.setattr(BlockFiles, "read", hang)

@@ -100,7 +100,7 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
     prophet.texts = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
 
     def rank(role: str) -> Rank:
-        return fake_rank(num_blocks=512, step_seconds=0.002)
+        return fake_rank(num_blocks=512, step_seconds=0.02)
 
     async with fleet(1, 2, rank=rank, speculative=CONFIG) as running:
         streams = [
@@ -110,7 +110,7 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
         async with asyncio.timeout(WAIT):
             while leaving._engine.requests.num_accepted_tokens < 20:
                 await asyncio.sleep(0.001)
-        assert await leaving.drain(20) == 0
+        assert await leaving.drain(WAIT) == 0
         made = await asyncio.gather(*streams)
         assert [tokens for tokens, _ in made] == expected
         assert max(timeline.attempts for _, timeline in made) == 2
@@ -135,7 +135,7 @@ async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(
         async with asyncio.timeout(WAIT):
             while leaving._engine.requests.num_accepted_tokens < 20:
                 await asyncio.sleep(0.001)
-        assert await leaving.drain(20) == 0
+        assert await leaving.drain(WAIT) == 0
         num_before = other._engine.requests.num_accepted_tokens
         made = await asyncio.gather(*streams)
         assert [tokens for tokens, _ in made] == expected

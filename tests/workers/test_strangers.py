@@ -81,7 +81,7 @@ async def call(
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(100):
             opened: RawCall = channel.stream_stream(method)(
-                metadata=grpc.aio.Metadata(*metadata), timeout=20
+                metadata=grpc.aio.Metadata(*metadata), timeout=WAIT
             )
             with suppress(
                 asyncio.InvalidStateError, grpc.aio.AioRpcError
@@ -161,7 +161,7 @@ async def test_a_peer_with_another_secret_cannot_drain_a_worker_or_read_its_stat
                     (stub.GetStatus, worker_pb2.GetStatusRequest()),
                 ):
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
-                        await ask(request, timeout=20)
+                        await ask(request, timeout=WAIT)
                     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         await check_whole(running)
 
@@ -268,7 +268,7 @@ async def test_connections_of_strangers_keep_no_peer_out() -> None:
     await server.start()
     host, _, port = address.rpartition(":")
     writers = []
-    async with asyncio.timeout(60), PeerChannel(address, IDENTITY) as first:
+    async with asyncio.timeout(WAIT), PeerChannel(address, IDENTITY) as first:
         stream: PeerStream[bytes, bytes] = first.stream_stream("/echo/Echo")()
         await stream.write(b"1")
         assert await stream.read() == b"1"

@@ -26,7 +26,7 @@ from tandem.tests.metrics_page import MetricsPage
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
 from tandem.tests.token_request import token_request
-from tandem.tests.waits import WAIT
+from tandem.tests.waits import SLOW_STEP, WAIT
 from tandem.tests.workers.engine.fake import (
     FakeExecutor,
     expected_choices,
@@ -36,8 +36,6 @@ from tandem.tests.workers.engine.fake import (
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 TIME = inference_pb2.FINISH_REASON_TIME
-SLOW_SECONDS = 1.2 * WAIT / 1000
-"""Of a step: no 1,000 tokens are there before the deadline of a wait."""
 
 
 async def deltas_of(
@@ -151,7 +149,7 @@ async def test_a_beam_search_is_the_same_wherever_it_runs(prefill: int, max_toke
 async def test_dropped_choices_are_freed_on_their_worker() -> None:
     prompt = range(30)
     ended: set[int] = set()
-    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_SECONDS)) as running:
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_STEP)) as running:
         request = token_request(prompt, 1000, num_choices=3)
         found: list[TokenDelta] = []
         async with aclosing(
@@ -171,7 +169,7 @@ async def test_dropped_choices_are_freed_on_their_worker() -> None:
 @pytest.mark.parametrize("reads", [0, 3])
 async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
     async with fleet(
-        1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_SECONDS if reads else 0.5)
+        1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_STEP if reads else 0.5)
     ) as running:
         request = token_request(
             range(30), 1000, deadline=time.monotonic() + (5.0 if reads else 0.2)
@@ -191,7 +189,7 @@ async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 async def test_when_its_time_is_over_a_request_ends_with_its_output(seconds: float) -> None:
     """The workers end it, too: they hold nothing afterwards."""
-    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_SECONDS)) as running:
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=SLOW_STEP)) as running:
         request = token_request(range(30), 1000, ends_at=time.monotonic() + seconds)
         found = await deltas_of(running, request)
         assert [delta.finish_reason for delta in found if delta.finish_reason] == [TIME]

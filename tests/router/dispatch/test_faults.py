@@ -196,7 +196,7 @@ async def test_a_request_survives_any_number_of_failed_transfers(times: int) -> 
 async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
     fault: str, num_choices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = [fake_rank(step_seconds=0.03), fake_rank(), fake_rank()]
+    ranks = [fake_rank(step_seconds=0.25), fake_rank(), fake_rank()]
     prefill, queue = ranks[0].executor, iter(ranks)
     assert isinstance(prefill, FakeExecutor)
     tasks: list[Task] = []
@@ -207,6 +207,8 @@ async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
         nonlocal left
         tasks.append(spec.task)
         steps.append(prefill.num_steps)
+        if len(steps) == 3:
+            prefill.step_seconds = 0.0  # slow no longer
         if fault == "full" and spec.task is Task.DECODE and left:
             left -= 1
             raise Full
@@ -256,7 +258,7 @@ def with_token(
 
 
 async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> None:
-    ranks = [fake_rank(), fake_rank(step_seconds=0.002), fake_rank(step_seconds=0.002)]
+    ranks = [fake_rank(), fake_rank(step_seconds=0.1), fake_rank(step_seconds=0.1)]
     executor = ranks[1].executor
     assert isinstance(executor, FakeExecutor)
     left = iter(ranks)
@@ -273,6 +275,7 @@ async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> Non
             while executor.num_steps < 20:
                 await asyncio.sleep(0.002)
         executor.fail_after_steps = 0
+        running.hurry()
         attempts = await asyncio.gather(*requests)
         assert sorted(set(attempts)) == [1, 2]
         broken = running.workers.pop(1)

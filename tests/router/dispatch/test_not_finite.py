@@ -78,8 +78,9 @@ async def test_a_worker_that_computes_nan_fails_its_health_check_and_no_request(
         worker = running.workers[2 * broken]
         embeddings(worker)[:] = torch.nan
         made: list[list[int]] = []
-        while not worker.failed.is_set():
-            made += await generate(running)
+        async with asyncio.timeout(WAIT):
+            while not worker.failed.is_set():
+                made += await generate(running)
         await leaves(worker, running)
         made += await generate(running)
         assert all(tokens == expected[n % len(PROMPTS)] for n, tokens in enumerate(made))

@@ -36,7 +36,7 @@ WIDEST: dict[str, Any] = {"chunk_tokens": 256, "max_sequences": 64}
 
 async def switch(running: Fleet, worker: Worker, role: str) -> int:
     """Switches a worker's role; the router learns of it as from the directory."""
-    switching = asyncio.create_task(worker.switch_role(role, 20))
+    switching = asyncio.create_task(worker.switch_role(role, WAIT))
     await asyncio.sleep(0)
     running.registry.update(each.info() for each in running.workers)
     await running.dispatcher.update_sessions()
@@ -48,7 +48,7 @@ async def test_streams_go_on_through_switches_both_ways(num_streams: int, num_ch
     async with fleet(
         1,
         3,
-        rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002),
+        rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.05),
         roles=ROLES,
         **WIDEST,
     ) as running:
@@ -73,6 +73,7 @@ async def test_streams_go_on_through_switches_both_ways(num_streams: int, num_ch
             assert not worker.info().draining
         assert epochs == sorted(set(epochs))
         assert not all(request.done() for request in requests)
+        running.hurry()
         assert max(await asyncio.gather(*requests)) > 1
         status = await running.statuses()
         assert sum(each.num_recomputed_tokens for each in status) == 0
