@@ -375,7 +375,7 @@ async def test_cached_tokens_of_another_tenant_are_not_seen(
 
 
 async def call_again_and_again(client: Any) -> None:
-    """Ends only with an error, or after half a minute."""
+    """Ends only with an error, or after a minute."""
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline:
         await client.list_models()

@@ -62,8 +62,13 @@ class Launcher:
     async def close(self) -> None:
         """Ends the launcher, and with it all that it has started."""
         self._process.kill()
-        await self._process.wait()
-        self._reader.cancel()
+        try:
+            # This waits for all that have its output, also for a child that has been forked just
+            # now and has not asked yet to end with the launcher.
+            async with asyncio.timeout(WAIT):
+                await self._process.wait()
+        finally:
+            self._reader.cancel()
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -155,7 +160,7 @@ class Node:
         self.is_spent = True
         async with peer_channel(self.address) as channel:
             drained = await worker_stub(channel).Drain(
-                worker_pb2.DrainRequest(timeout_seconds=20), timeout=30
+                worker_pb2.DrainRequest(timeout_seconds=WAIT), timeout=2 * WAIT
             )
         assert drained.num_requests == 0, f"{self.worker_id} is not drained"
 
@@ -183,7 +188,7 @@ class Node:
         """Returns the worker's status, which it cannot report while a step is held."""
         async with peer_channel(self.address) as channel:
             status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(
-                worker_pb2.GetStatusRequest(), timeout=20
+                worker_pb2.GetStatusRequest(), timeout=WAIT
             )
         return status
 
