@@ -103,7 +103,7 @@ def workers(status_url: str) -> list[dict[str, Any]]:
     return found
 
 
-def wait_until_idle(status_url: str, seconds: float = 60) -> None:
+def wait_until_idle(status_url: str, seconds: float = WAIT) -> None:
     """Waits until no worker holds a request, lease, transfer or block; fails unless all blocks are
     consistent.
     """

@@ -118,7 +118,7 @@ async def test_an_adapter_loaded_at_one_router_is_served_by_the_other(
             if each.parent == service.config.served_name
         ]
 
-    async with first, second, asyncio.timeout(60):
+    async with first, second, asyncio.timeout(WAIT):
         await first.load_lora_adapter("loaded", "loaded")
         while await served(second) != ["configured", "loaded"]:
             await asyncio.sleep(0.01)

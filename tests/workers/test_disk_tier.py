@@ -431,7 +431,8 @@ class HeldEngine:
         self._cached = set(cached)
 
     async def call(self, command: Callable[[Any], object], timeout: float) -> None:
-        await self.go_on.wait()
+        async with asyncio.timeout(WAIT):
+            await self.go_on.wait()
         self.commands += 1
         command(self)
 

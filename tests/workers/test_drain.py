@@ -63,7 +63,8 @@ async def test_running_requests_move_away_and_new_ones_are_refused() -> None:
         assert choice_of([(source, "a"), (target, "moved")], 0).tokens == expected_tokens(
             prompt, 500, VOCAB
         )
-        assert await waiting == 0
+        async with asyncio.timeout(WAIT):
+            assert await waiting == 0
         assert (await idle(worker)).info.draining, "it stays up"
         await source.send(submit("still"))
         assert (await source.failure()).kind == worker_pb2.FAILURE_KIND_GONE

@@ -91,8 +91,8 @@ def test_a_batch_that_is_killed_is_completed_by_the_same_command(
         children = psutil.Process(killed.pid).children(recursive=True)
     finally:
         os.kill(killed.pid, signal.SIGKILL)
-        killed.wait()
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+        killed.wait(WAIT)
+    assert psutil.wait_procs(children, timeout=WAIT)[1] == []
     left = output.read_bytes()
     num_left = left.count(b"\n")
     assert 4 <= num_left < NUM_REQUESTS

@@ -223,18 +223,19 @@ async def test_many_slow_grammars_of_one_tenant_keep_no_other_tenant_waiting() -
 
     def ask(request: bytes, _seconds: float) -> bytes:
         checked.append(inference_pb2.Constraint.FromString(request).regex)
-        may_end.acquire()
+        assert may_end.acquire(timeout=WAIT)
         return json.dumps(["grammar", ""]).encode()
 
-    validator = GrammarValidator(seconds=60, ask=ask)
+    validator = GrammarValidator(seconds=WAIT, ask=ask)
     slow = [
         asyncio.create_task(
             validator.validate(inference_pb2.Constraint(regex=f"m{number}"), tenant="mallory")
         )
         for number in range(20)
     ]
-    while not checked:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT):
+        while not checked:
+            await asyncio.sleep(0.01)
     other = asyncio.create_task(
         validator.validate(inference_pb2.Constraint(regex="a"), tenant="ada")
     )

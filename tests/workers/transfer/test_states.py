@@ -234,7 +234,8 @@ async def test_a_state_leaves_when_the_last_chunk_has_passed_its_layer() -> None
         assert (arrived(0), arrived(1)) == expected
     assert not fetching.done()
     groups.complete()
-    await fetching
+    async with asyncio.timeout(WAIT):
+        await fetching
     assert groups.differing(0) == set()
 
 
