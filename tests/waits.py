@@ -16,14 +16,17 @@ NEVER: Final = 10 * WAIT
 """Seconds of a timeout of the code under test that is not to end anything before WAIT is over."""
 
 
+START: Final = 2 * WAIT
+"""Seconds within which a process has started that imports torch and loads a model."""
+
 SLOW_STEP: Final = 1.2 * WAIT / 1000
 """Seconds of a fake model's step: a request for 1,000 tokens does not end by itself before WAIT."""
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
-    """Returns the next line of a process, which is killed if none comes within WAIT."""
+    """Returns the next line of a process, which is killed if none comes within START."""
     assert process.stdout is not None
-    timer = threading.Timer(WAIT, process.kill)
+    timer = threading.Timer(START, process.kill)
     timer.start()
     try:
         return process.stdout.readline()

@@ -42,7 +42,7 @@ def service(request: pytest.FixtureRequest, address: str, split_model: Path) -> 
             processes_of("RankActor") | processes_of("DecodePool") | processes_of("PrefillPool")
         )
     assert processes
-    assert not still_running(processes, 5)
+    assert not still_running(processes, 0)
 
 
 def processes_of(kind: str) -> dict[int, psutil.Process]:

@@ -22,7 +22,7 @@ from tandem.cluster.cli.model import model_app
 from tandem.cluster.store import store
 from tandem.cluster.store.store import BuiltIn, get_model, list_models, models_home, resolve_model
 from tandem.proto.errors import InvalidArgument, NotFound, TandemError, Unavailable
-from tandem.tests.waits import WAIT, line_of
+from tandem.tests.waits import START, WAIT, line_of
 
 DEMO = "smollm2-135m-instruct"
 QUESTION = "What is the capital of France?"
@@ -136,7 +136,7 @@ def test_a_fetched_model_needs_no_network_and_no_torch(demo_folder: Path) -> Non
         "sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=WAIT
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=START
     )
     assert done.stdout.splitlines() == [str(demo_folder), "[]"]
 

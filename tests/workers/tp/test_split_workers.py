@@ -27,7 +27,7 @@ from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.peers import peer_channel
 from tandem.tests.service import expected_tokens
 from tandem.tests.token_request import token_request
-from tandem.tests.waits import NEVER, WAIT
+from tandem.tests.waits import NEVER, START, WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
 from tandem.workers.serve.worker import Worker
@@ -265,7 +265,7 @@ async def split_over_two_processes(
     )
     try:
         assert rank.stdout is not None
-        async with asyncio.timeout(WAIT):
+        async with asyncio.timeout(START):
             address = (await rank.stdout.readline()).decode().strip()
         settings = worker_config(
             str(split_model), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds

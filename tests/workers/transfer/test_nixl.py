@@ -22,7 +22,7 @@ import torch
 
 from tandem.proto import worker_pb2
 from tandem.tests.peers import IDENTITY, peer_server
-from tandem.tests.waits import NEVER, WAIT, line_of
+from tandem.tests.waits import NEVER, START, WAIT, line_of
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, placed, sender_of
@@ -454,7 +454,7 @@ async def test_between_processes_until_one_is_killed(transports: str) -> None:
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(WAIT):
+        async with asyncio.timeout(START):
             endpoint = (await process.stdout.readline()).decode().strip()
             assert (await fetch(here, endpoint, 0)).transport == "nixl"
         whole, half = span(own, 0, NUM_TOKENS), span(own, 0, NUM_TOKENS // 2)

@@ -20,7 +20,7 @@ import msgpack
 import pytest
 import torch
 
-from tandem.tests.waits import NEVER, WAIT, line_of
+from tandem.tests.waits import NEVER, START, WAIT, line_of
 from tandem.tests.workers.stream_model import StreamModel
 from tandem.tests.workers.transfer.played_nccl import play_nccl
 from tandem.workers.host.streams import DeviceData
@@ -353,7 +353,7 @@ def test_a_process_ends_well_with_an_open_pair() -> None:
         "asyncio.run(main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * WAIT, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=START, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
