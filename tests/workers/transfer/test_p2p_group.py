@@ -197,7 +197,7 @@ async def test_two_hundred_messages_keep_their_order() -> None:
 async def test_a_lost_or_silent_joiner_is_noticed(how: signal.Signals, verb: str) -> None:
     """The loss of a joiner long before the timeout."""
     timeout = NEVER if how is signal.SIGKILL else TIMEOUT
-    async with asyncio.timeout(2 * WAIT), connected(timeout) as (pair, joiner):
+    async with connected(timeout) as (pair, joiner):
         joiner.process.send_signal(how)
         calls = (
             [pair.send(bytearray(50_000_000)), pair.send(bytearray(1))]
