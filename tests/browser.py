@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import pytest
 
+from tandem.tests.waits import WAIT
+
 _PROGRAMS: Final = ("chromium", "chromedriver")
 _FLAGS: Final = (
     *(
@@ -28,7 +30,6 @@ _FLAGS: Final = (
     ),
 )
 START_SECONDS: Final = 60
-_WAIT_SECONDS: Final = 30.0
 
 
 def missing() -> str:
@@ -102,7 +103,7 @@ def problems(driver: Any) -> list[str]:
 
 def wait(holds: Callable[[], object]) -> None:
     """Waits until a condition holds."""
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + WAIT
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -18,6 +18,7 @@ from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.peers import IDENTITY, peer_channel
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import DelegatingExecutor, Executor
@@ -99,15 +100,24 @@ class Fleet:
         for worker in self.workers:
             async with peer_channel(worker.address) as channel:
                 found.append(
-                    await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+                    await worker_stub(channel).GetStatus(
+                        worker_pb2.GetStatusRequest(), timeout=WAIT
+                    )
                 )
         return found
 
-    async def check_idle(self, timeout: float = 5.0) -> None:
+    def hurry(self) -> None:
+        """Has the fake executors of all workers make the rest of their steps in no time."""
+        for worker in self.workers:
+            executor = innermost(worker._rank.executor)
+            assert isinstance(executor, FakeExecutor)
+            executor.step_seconds = 0.0
+
+    async def check_idle(self) -> None:
         """Waits until no worker holds anything for a request; fails if one does, or loses
         blocks.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + WAIT
         while True:
             statuses = await self.statuses()
             assert all(status.integrity_ok for status in statuses)
@@ -196,7 +206,8 @@ async def split_fleet(
         async with _running(workers, ranks, park_seconds) as running:
             yield running
     finally:
-        await asyncio.gather(*(rank.stop() for rank in ranks))
+        async with asyncio.timeout(WAIT):
+            await asyncio.gather(*(rank.stop() for rank in ranks))
 
 
 class Unlimited(Admission):
@@ -221,5 +232,6 @@ async def _running(
         yield running
         await running.check_idle()
     finally:
-        await running.dispatcher.close()
-        await asyncio.gather(*(worker.stop() for worker in workers))
+        async with asyncio.timeout(WAIT):
+            await running.dispatcher.close()
+            await asyncio.gather(*(worker.stop() for worker in workers))

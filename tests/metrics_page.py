@@ -8,7 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-WAIT = 30.0
+from tandem.tests.waits import WAIT
 
 
 class MetricsPage:

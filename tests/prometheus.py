@@ -14,8 +14,8 @@ import httpx
 import yaml
 
 from tandem.tests.k8s.manifests import need
+from tandem.tests.waits import WAIT
 
-WAIT = 30.0
 DASHBOARD = (
     Path(__file__).parents[1] / "k8s" / "components" / "monitoring" / "tandem-dashboard.json"
 )

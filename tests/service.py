@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.proto.addresses import free_port
+from tandem.tests.waits import WAIT
 
 NODES: Final = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
 """The nodes of the test cluster beside its head; each offers the custom resource of its name."""
@@ -91,7 +92,7 @@ def expected_tokens(
 
 def status(status_url: str) -> dict[str, Any]:
     """Returns the status page."""
-    with urllib.request.urlopen(status_url, timeout=10) as reply:
+    with urllib.request.urlopen(status_url, timeout=WAIT) as reply:
         found: dict[str, Any] = json.load(reply)
     return found
 
@@ -102,7 +103,7 @@ def workers(status_url: str) -> list[dict[str, Any]]:
     return found
 
 
-def wait_until_idle(status_url: str, seconds: float = 60) -> None:
+def wait_until_idle(status_url: str, seconds: float = WAIT) -> None:
     """Waits until no worker holds a request, lease, transfer or block; fails unless all blocks are
     consistent.
     """

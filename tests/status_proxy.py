@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tandem.tests.waits import WAIT
+
 
 class Proxy(ThreadingHTTPServer):
     """Answers as the HTTP proxy of Ray Serve does: each application under its route, and the list
@@ -60,4 +62,4 @@ def serving_proxy() -> Iterator[Proxy]:
             yield running
         finally:
             running.shutdown()
-            thread.join()
+            thread.join(WAIT)

@@ -26,6 +26,7 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.waits import WAIT
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = ("README.md", "docs/clients.md", "docs/offline.md")
@@ -119,10 +120,10 @@ def addresses() -> Iterator[dict[str, str]]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(WAIT)
     yield started
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(WAIT)
     assert not thread.is_alive()
     loop.close()
 

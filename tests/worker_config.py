@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from tandem.tests.peers import IDENTITY
+from tandem.tests.waits import NEVER
 from tandem.workers.engine.config import Budgets, SpeculativeConfig
 from tandem.workers.serve.worker import WorkerConfig
 from tandem.workers.tp.rank import RankConfig
@@ -12,7 +13,10 @@ from tandem.workers.tp.rank import RankConfig
 def worker_config(model: str = "", **values: Any) -> WorkerConfig:
     """A WorkerConfig from the fields of WorkerConfig, Budgets and RankConfig together, as JSON may
     have them.
+
+    KV cache that a request has left is not freed by its lease alone, unless a test says so.
     """
+    values = {"lease_seconds": NEVER} | values
     if isinstance(values.get("speculative"), dict):
         values["speculative"] = SpeculativeConfig(**values["speculative"])
     budgets = {

@@ -25,6 +25,7 @@ from tandem.router.auth.authenticator import Authenticator
 from tandem.tests.imported import imported
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import api_key
+from tandem.tests.waits import WAIT
 
 BLOCK_STATES = ("total", "free", "cached", "owned", "leased", "reserved")
 CONTINUITY = Continuity(
@@ -143,7 +144,7 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
         app.WorkerPool._exit_on_failure(replica, worker),
     )
     tasks = [asyncio.create_task(loop) for loop in loops]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT):
         while "register" not in calls:
             await asyncio.sleep(0.001)
         worker.failed.set()

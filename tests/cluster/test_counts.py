@@ -22,10 +22,10 @@ from tandem.tests.cluster.test_metrics import folder, start
 from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.tests.waits import WAIT
 
 __all__ = ["folder"]
 
-WAIT: Final = 60.0
 NUM_REQUESTS: Final = 500
 NUM_AT_ONCE: Final = 120  # of these, at the end: more than may wait
 MAX_QUEUED: Final = 8

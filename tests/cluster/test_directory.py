@@ -23,6 +23,7 @@ from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.router.pools import request
+from tandem.tests.waits import WAIT
 
 REQUEST = request((5, 6, 7))
 
@@ -122,14 +123,14 @@ async def test_watch_answers_at_once_when_there_is_news_and_else_waits_for_it() 
     await asyncio.sleep(0)
     assert not waiting.done()
     await directory.register(worker("a"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         assert ids(await waiting) == ["a"]
 
 
 async def test_watch_ends_at_its_timeout() -> None:
     directory = Directory()
     first = await directory.changes()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         same = await directory.watch(first.version, timeout=0.05)
     assert (same.version, same.workers) == (first.version, ())
 
@@ -138,7 +139,7 @@ async def test_watch_tells_of_an_expiry_that_nobody_announced() -> None:
     directory = Directory(expiry=0.2)
     await directory.register(worker("a"))
     known = await directory.changes()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         assert (await directory.watch(known.version, timeout=60)).removed == ("a",)
 
 
@@ -154,7 +155,7 @@ async def test_a_router_is_registered_as_long_as_it_watches() -> None:
     waiting = asyncio.create_task(directory.watch(first.version, 60, routers[0]))
     await asyncio.sleep(0)
     second = await directory.watch(NOTHING, 60, routers[1])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         assert (await waiting).routers == (routers[1],)
     assert second.routers == tuple(routers)
     await directory.register(worker("a"))
@@ -195,7 +196,7 @@ async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
     await asyncio.sleep(0)
     blocked_prompts[0].block(REQUEST)
     assert not blocked_prompts[1].is_blocked(REQUEST)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         await waiting
     sharing.cancel()
     assert blocked_prompts[1].is_blocked(REQUEST)
@@ -253,7 +254,7 @@ async def test_heartbeats_with_other_loads_end_no_poll() -> None:
         await asyncio.sleep(0)
     assert not waiting.done()
     await directory.register(worker("w001", version=3, running=6, draining=True))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         found = await waiting
     assert ids(found) == ["w001"]
 

@@ -34,13 +34,14 @@ from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
+from tandem.tests.waits import NEVER, SLOW_STEP, WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.engine import scheduler
 from tandem.workers.engine.config import SpeculativeConfig
 from tandem.workers.engine.ngram import Drafter
+from tandem.workers.tp.rank import Rank
 
 HOST: Final = "127.0.0.1"
-WAIT: Final = 60.0
 TOKENS: Final = 24
 
 
@@ -64,11 +65,19 @@ async def start(folder: Path, running: Fleet | None, **overrides: object) -> Rou
 
 @asynccontextmanager
 async def routers(
-    folder: Path, count: int = 1, speculative: SpeculativeConfig | None = None, **overrides: object
+    folder: Path,
+    count: int = 1,
+    speculative: SpeculativeConfig | None = None,
+    step_seconds: float = 0.0,
+    **overrides: object,
 ) -> AsyncIterator[list[RouterRuntime]]:
     """Starts routers that share a prefill and a decode worker."""
     size = len(make_tokenizer())
-    workers = fleet(1, 1, rank=lambda role: fake_rank(vocab_size=size), speculative=speculative)
+
+    def rank(role: str) -> Rank:
+        return fake_rank(vocab_size=size, step_seconds=step_seconds)
+
+    workers = fleet(1, 1, rank=rank, speculative=speculative)
     async with workers as running, AsyncExitStack() as scope:
         found = []
         for _ in range(count):
@@ -187,7 +196,7 @@ async def test_counters_equal_what_clients_count(folder: Path) -> None:
 
 async def test_errors_and_clients_that_leave_are_counted(folder: Path) -> None:
     async with (
-        routers(folder) as (router,),
+        routers(folder, step_seconds=SLOW_STEP) as (router,),
         AsyncClient(router.grpc_address, max_retries=0) as client,
     ):
         for _ in range(3):
@@ -236,7 +245,7 @@ BAD_BODIES: Final[list[dict[str, Any]]] = [
 
 async def test_tokens_are_seen_while_a_stream_runs(folder: Path) -> None:
     async with (
-        routers(folder) as (router,),
+        routers(folder, step_seconds=SLOW_STEP) as (router,),
         AsyncClient(router.grpc_address) as client,
         client.stream(prompt(2), max_tokens=1_900, ignore_eos=True) as stream,
     ):
@@ -407,21 +416,25 @@ async def wait_until_ready(router: RouterRuntime, wanted: tuple[int, str]) -> No
 
 
 async def test_a_router_that_drains_is_not_ready_and_lets_its_streams_end(folder: Path) -> None:
-    async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=300)) as running:
+    async with fleet(
+        1, 1, rank=lambda role: fake_rank(vocab_size=300, step_seconds=SLOW_STEP)
+    ) as running:
         router = await start(folder, running)
         async with AsyncClient(router.grpc_address) as client:
             async with client.stream(prompt(2), max_tokens=1_900, ignore_eos=True) as stream:
                 await anext(stream)
-                stopping = asyncio.create_task(router.stop(WAIT))
+                stopping = asyncio.create_task(router.stop(NEVER))
                 await asyncio.sleep(0)
                 assert await state_of(router, "/ready") == (503, "draining")
                 assert await state_of(router, "/live") == (200, "ok")
                 await router.update([worker.info() for worker in running.workers])  # it stays so
                 assert await state_of(router, "/ready") == (503, "draining")
                 assert (await scrape(router.ops_address)).value("tandem_ready") == 0
+                running.hurry()
                 received = 1 + sum([len(delta.token_ids) async for delta in stream])
             assert received >= 1_900
-        await stopping
+        async with asyncio.timeout(WAIT):
+            await stopping
 
 
 class Foreseeing(Drafter):
@@ -524,7 +537,7 @@ def collector() -> Iterator[Collector]:
         thread.start()
         yield server
         server.shutdown()
-        thread.join()
+        thread.join(WAIT)
 
 
 async def test_a_clients_trace_is_in_the_exported_spans(folder: Path, collector: Collector) -> None:

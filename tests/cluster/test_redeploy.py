@@ -21,6 +21,7 @@ from tandem.cluster.serve.status import following
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.peers import IDENTITY
+from tandem.tests.waits import WAIT
 from tandem.workers.model import loader
 
 LAYOUT = b"l" * 16
@@ -224,7 +225,7 @@ def test_two_launchers_at_once_keep_one_salt(
     write = identity_file._write_salt
 
     def write_together(path: Path, salt: bytes) -> bytes:
-        both.wait(10)
+        both.wait(WAIT)
         return write(path, salt)
 
     monkeypatch.setattr(identity_file, "_write_salt", write_together)
@@ -236,7 +237,7 @@ def test_two_launchers_at_once_keep_one_salt(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(WAIT)
     assert len(found) == 2
     assert found[0] == found[1] == kept_salt([tmp_path / "kv"])
     assert os.listdir(tmp_path / "kv") == ["prefix-salt"]

@@ -25,6 +25,7 @@ from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import bearer
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
+from tandem.tests.waits import SLOW_STEP, WAIT
 from tandem.workers.model import loader
 
 HOST = "127.0.0.1"
@@ -158,7 +159,7 @@ async def test_who_is_cut_when_the_service_stops_reads_so(
     """Holds for both APIs, at the end of the grace of streams."""
     size = len(make_tokenizer())
     async with fleet(
-        0, 1, rank=lambda role: fake_rank(vocab_size=size, step_seconds=0.02)
+        0, 1, rank=lambda role: fake_rank(vocab_size=size, step_seconds=SLOW_STEP)
     ) as running:
         router = await start(config, folder, 1)
         await router.update([worker.info() for worker in running.workers])
@@ -172,7 +173,7 @@ async def test_who_is_cut_when_the_service_stops_reads_so(
         async with (
             AsyncClient(router.grpc_address, max_retries=0) as client,
             client.stream([5, 6], max_tokens=1_500, ignore_eos=True) as stream,
-            httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=60) as http,
+            httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=WAIT) as http,
             http.stream("POST", "/v1/completions", json=body) as answer,
         ):
             lines = answer.aiter_lines()
@@ -361,12 +362,12 @@ async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
             for key in keys:
                 async with AsyncClient(router.grpc_address, api_key=key) as client:
                     answer = await client.generate(
-                        prompt, max_tokens=1, ignore_eos=True, timeout=10
+                        prompt, max_tokens=1, ignore_eos=True, timeout=WAIT
                     )
                 cached.append(answer.usage.cached_tokens)
             disk = running.workers[0]._disk
             assert disk is not None
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT):
                 while disk._writing is not None or len(disk._disk.files) < 6 * len(keys):
                     await asyncio.sleep(0.005)
             await router.stop(0)

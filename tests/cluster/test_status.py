@@ -10,6 +10,7 @@ from tandem.proto import worker_pb2
 from tandem.proto.addresses import free_port, listen
 from tandem.tests.fleet import fleet
 from tandem.tests.peers import IDENTITY
+from tandem.tests.waits import WAIT
 
 
 async def test_workers_are_asked_over_channels_that_are_kept() -> None:
@@ -55,7 +56,7 @@ async def test_a_channel_to_a_worker_that_has_left_closes_after_its_last_call() 
         await asked_anew(statuses)
         channel = statuses._channels[known[1].address]
         asking = asyncio.create_task(asked_anew(statuses))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while not channel.num_calls:
                 await asyncio.sleep(0)
             known.pop()

@@ -30,7 +30,6 @@ from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 
 HOST = "127.0.0.1"
-WAIT = 60.0
 NAMES = ("ada", "bob", "ops")
 
 

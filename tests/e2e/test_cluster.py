@@ -219,7 +219,7 @@ def test_commands_ask_over_tls_and_workers_speak_it_with_each_other(
     for worker in found:
         host, _, port = worker["address"].rpartition(":")
         shown = x509.load_pem_x509_certificate(
-            ssl.get_server_certificate((host, int(port)), timeout=10).encode()
+            ssl.get_server_certificate((host, int(port)), timeout=60).encode()
         )
         assert shown.subject.rfc4514_string() == "CN=tandem-peer"
     assert any(worker["transports"] for worker in found), "KV cache has crossed"

@@ -33,6 +33,7 @@ from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.tp.rank import Rank, RankConfig, load_rank
 
@@ -303,6 +304,6 @@ async def test_a_request_for_more_states_than_a_worker_has_is_refused(tmp_path: 
 async def _known(running: Fleet, tokens: Sequence[int], alignment: int) -> None:
     """Waits until the router has heard of the last resume point of a finished answer."""
     num_tokens = (len(tokens) - 1) // alignment * alignment
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT):
         while num_tokens not in running.registry._prefixes.match(Prefix(tokens)).values():
             await asyncio.sleep(0.005)

@@ -13,6 +13,7 @@ from typing import Any
 from tandem.proto.addresses import free_port
 from tandem.router.auth.keys import create_key
 from tandem.tests.service import small_config
+from tandem.tests.waits import WAIT
 
 PROMPT = [(17 * i) % 400 + 3 for i in range(100)]
 
@@ -53,7 +54,7 @@ def serve_once(
         small_config(Path(folder), "kept", overrides), folder, address=address
     ) as service:
         found = [asyncio.run(cached_tokens(service, key)) for key in keys]
-        disk, deadline = Path(str(overrides["prefill.kv_disk"])), time.monotonic() + 30
+        disk, deadline = Path(str(overrides["prefill.kv_disk"])), time.monotonic() + WAIT
         while len(list(disk.glob("prefill-0/*.kv"))) < len(PROMPT) // 16 * len(keys):
             assert time.monotonic() < deadline, list(disk.rglob("*.kv"))
             time.sleep(0.05)

@@ -21,6 +21,7 @@ from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.metrics_page import scrape, scrape_until
 from tandem.tests.prometheus import dashboard_expressions, prometheus, vllm_expressions
 from tandem.tests.service import expected_tokens, small_config, status, wait_until_idle
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 100
@@ -117,7 +118,7 @@ async def test_an_adapter_loaded_at_one_router_is_served_by_the_other(
             if each.parent == service.config.served_name
         ]
 
-    async with first, second, asyncio.timeout(60):
+    async with first, second, asyncio.timeout(WAIT):
         await first.load_lora_adapter("loaded", "loaded")
         while await served(second) != ["configured", "loaded"]:
             await asyncio.sleep(0.01)
@@ -290,7 +291,7 @@ async def test_workers_change_roles_under_streams_and_the_directory_fills_the_ga
         await running(service, 2 * len(PROMPTS))
         await switch_worker(before["decode"]["address"], "prefill", 0.0, identity)
         ids = {"decode": before["prefill"]["id"], "prefill": before["decode"]["id"]}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT
         while {role: each["id"] for role, each in by_role(service).items()} != ids:
             assert time.monotonic() < deadline, by_role(service)
             await asyncio.sleep(0.02)
@@ -392,7 +393,7 @@ async def answers_of_batch(client: openai.AsyncOpenAI, batch_id: str) -> dict[st
 
 async def running(service: Any, num_streams: int = len(PROMPTS) + 1) -> None:
     """Waits until the decode worker runs so many streams; by default, of both routers."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT
     while (
         max(w["load"]["num_running"] for w in status(service.status_url)["workers"]) < num_streams
     ):

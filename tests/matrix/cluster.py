@@ -25,6 +25,7 @@ from tandem.tests.matrix.nodes import Launcher, Node, launched, make_node
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 
 LAYOUT_NODES: Final = {
     "1+1": ("p0", "d0"),
@@ -71,7 +72,7 @@ _COMPUTES_AS: Final = {
 }
 """By layout, a simpler one with the same tokens; the other layouts add in other orders."""
 
-IDLE_SECONDS: Final = 20.0
+IDLE_SECONDS: Final = WAIT
 MOST_REPEATING: Final = 20
 """A repetition ends a choice after at most this many tokens."""
 

@@ -22,6 +22,7 @@ from tandem.tests.fleet import worker_stub
 from tandem.tests.matrix.control import Control
 from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.peers import peer_channel
+from tandem.tests.waits import WAIT
 
 START_SECONDS: Final = 120.0
 BLOCK_SIZE: Final = 16
@@ -61,8 +62,13 @@ class Launcher:
     async def close(self) -> None:
         """Ends the launcher, and with it all that it has started."""
         self._process.kill()
-        await self._process.wait()
-        self._reader.cancel()
+        try:
+            # This waits for all that have its output, also for a child that has been forked just
+            # now and has not asked yet to end with the launcher.
+            async with asyncio.timeout(WAIT):
+                await self._process.wait()
+        finally:
+            self._reader.cancel()
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -154,7 +160,7 @@ class Node:
         self.is_spent = True
         async with peer_channel(self.address) as channel:
             drained = await worker_stub(channel).Drain(
-                worker_pb2.DrainRequest(timeout_seconds=20), timeout=30
+                worker_pb2.DrainRequest(timeout_seconds=WAIT), timeout=2 * WAIT
             )
         assert drained.num_requests == 0, f"{self.worker_id} is not drained"
 
@@ -167,7 +173,7 @@ class Node:
         """Kills all processes and waits until they are gone."""
         for rank in range(len(self.pids)):
             self.signal(signal.SIGKILL, rank)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while any(map(psutil.pid_exists, self.pids)):
                 await asyncio.sleep(0.005)
         self.pids = []
@@ -182,7 +188,7 @@ class Node:
         """Returns the worker's status, which it cannot report while a step is held."""
         async with peer_channel(self.address) as channel:
             status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(
-                worker_pb2.GetStatusRequest(), timeout=20
+                worker_pb2.GetStatusRequest(), timeout=WAIT
             )
         return status
 

@@ -22,11 +22,12 @@ from tandem.tests.matrix.cluster import (
 )
 from tandem.tests.matrix.nodes import Node
 from tandem.tests.peers import peer_channel
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.raw_session import RawSession, submit
 from tandem.workers.engine.config import SpeculativeConfig
 
-REACH_SECONDS: Final = 30.0
-REQUEST_SECONDS: Final = 60.0
+REACH_SECONDS: Final = WAIT
+REQUEST_SECONDS: Final = WAIT
 TOKEN_POINT: Final = (
     5  # tokens that the worker has when "token" is reached; the client has some of them
 )

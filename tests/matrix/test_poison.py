@@ -17,6 +17,7 @@ from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request
 from tandem.tests.matrix.nodes import Node
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE
 from tandem.tests.token_request import changed
+from tandem.tests.waits import WAIT
 
 NUM_OTHERS = 32
 BLOCKING, JOINING = (
@@ -107,7 +108,7 @@ async def test_a_poisonous_request_harms_no_other(
         choices = [result.choices for result in results if isinstance(result, Result)]
         assert choices == [result.choices for result in expected]
         num_living = len(nodes) - 2
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while (
                 sum(map(is_living, nodes)) > num_living
             ):  # a session breaks before its process is gone

@@ -11,6 +11,7 @@ from tandem.proto.addresses import (
     why_not_bound,
     without_brackets,
 )
+from tandem.tests.waits import WAIT
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_listens_on_interfaces_of_both_families(host: str) -> None:
     with listen(host, free_port(host)) as server:
         port = server.getsockname()[1]
         assert why_not_bound(host, port) == "; is it taken?"
-        socket.create_connection((without_brackets(host), port), timeout=10).close()
+        socket.create_connection((without_brackets(host), port), timeout=WAIT).close()
     assert why_not_bound(host, port) == ""
 
 

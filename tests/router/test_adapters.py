@@ -19,6 +19,7 @@ from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.request import LoraAdapter
 from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 
 OPERATOR = Caller()
 
@@ -122,7 +123,7 @@ async def test_routers_learn_from_each_other_through_the_directory_and_after_it_
     )
     await asyncio.sleep(0)
     registries[0].put(adapter("new"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         await waiting
     assert registries[1].get("new") == adapter("new")
     sharing.cancel()

@@ -9,6 +9,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import PeerChannel
 from tandem.tests.fleet import is_idle, worker_stub
 from tandem.tests.peers import peer_channel
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.serve.worker import Worker
@@ -44,7 +45,7 @@ class RawSession:
 
     async def read(self) -> worker_pb2.SessionResponse | None:
         """The next message; None at the stream's end."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT):
             message = await self._call.read()
         if not isinstance(message, worker_pb2.SessionResponse):
             return None
@@ -105,12 +106,13 @@ async def worker_of(
             yield worker, RawSession(channel)
         await idle(worker)
     finally:
-        await worker.stop()
+        async with asyncio.timeout(WAIT):
+            await worker.stop()
 
 
 async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:
     """Waits until the worker holds nothing for any request."""
-    async with asyncio.timeout(5), peer_channel(worker.address) as channel:
+    async with asyncio.timeout(WAIT), peer_channel(worker.address) as channel:
         while True:
             status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(
                 worker_pb2.GetStatusRequest()

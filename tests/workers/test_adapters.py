@@ -19,6 +19,7 @@ from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, innermost, split_fleet
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.model.helpers import load, reference_greedy
 from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
@@ -174,7 +175,7 @@ async def test_a_suspended_stream_goes_on_with_its_adapter(
         tasks = [
             asyncio.create_task(generate(running, folders, name, num_tokens=60)) for name in names
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while not (busy := [w for w in running.workers[1:] if w.load().num_running]):
                 await asyncio.sleep(0)
         running.registry.update([*(worker.info() for worker in running.workers)])
@@ -267,13 +268,15 @@ async def test_no_adapter_is_evicted_while_it_is_in_use() -> None:
 
 
 async def test_full_workers_are_an_overload() -> None:
-    rank = replace(fake_rank(step_seconds=0.005), load_adapter=loads())
+    rank = replace(fake_rank(step_seconds=0.05), load_adapter=loads())
     async with fleet(0, 1, rank=lambda role: rank, max_loras=1) as running:
         first = asyncio.create_task(running.generate(token_request(PROMPT, 100, adapter=named(1))))
-        while not running.workers[0].load().num_running:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT):
+            while not running.workers[0].load().num_running:
+                await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             await running.generate(token_request(PROMPT, 8, adapter=named(2)))
+        running.hurry()
         await first
 
 

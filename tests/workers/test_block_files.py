@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tandem.tests.examples import num_examples
+from tandem.tests.waits import WAIT
 from tandem.workers.kv_cache.block_files import BlockFiles
 
 KIND, OTHER = b"k" * 16, b"o" * 16
@@ -161,11 +162,11 @@ def test_the_bound_holds_whenever_the_process_is_killed(tmp_path: Path) -> None:
         )
         try:
             assert process.stdout is not None
-            assert select.select([process.stdout], [], [], 60)[0], "the process does not write"
+            assert select.select([process.stdout], [], [], WAIT)[0], "the process does not write"
             assert process.stdout.readline() == b"full\n"
         finally:
             process.send_signal(signal.SIGKILL)
-            process.communicate(timeout=30)
+            process.communicate(timeout=WAIT)
         assert FILE_BYTES < size_of(tmp_path) <= 6 * FILE_BYTES
         files = opened(tmp_path, max_files=6)
         numbers = held(files)

@@ -5,6 +5,7 @@ import asyncio
 from tandem.proto.hashing import hash_chain
 from tandem.tests.fleet import VOCAB, fake_rank
 from tandem.tests.peers import peer_channel
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
 from tandem.workers.serve.worker import Worker
@@ -32,7 +33,7 @@ async def cached(worker: Worker) -> set[bytes]:
 
 async def follow(session: RawSession, hashes: set[bytes]) -> None:
     """Reads until the session has reported exactly these."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT):
         while known(session) != hashes:
             assert await session.read() is not None
 
@@ -104,4 +105,4 @@ async def test_what_the_directory_hears_of_a_worker() -> None:
         await session.until(ended)
         info = worker.info()
         assert (info.max_sequences, info.mixed_chunk_tokens) == (7, 48)
-        assert 0 < info.load.step_seconds < 1
+        assert 0 < info.load.step_seconds < WAIT

@@ -19,6 +19,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.hashing import hash_tenant
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import SLOW_STEP, WAIT
 from tandem.tests.workers.engine.fake import (
     FakeExecutor,
     expected_choices,
@@ -160,7 +161,7 @@ async def test_one_choice_is_cancelled_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("task", [worker_pb2.TASK_COLOCATED, worker_pb2.TASK_PREFILL])
 async def test_a_request_ends_with_its_last_choice(task: int) -> None:
-    async with worker_of(fake_rank(step_seconds=0.002)) as (worker, session):
+    async with worker_of(fake_rank(step_seconds=SLOW_STEP)) as (worker, session):
         await session.send(submit(task=task, num_choices=2, max_tokens=1000))
         await session.until(has_tokens, count=2)
         for choice in (0, 1):
@@ -460,7 +461,7 @@ async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
 
     def load(grammar: str, owner: bytes, tenant: bytes) -> None:
         compiled.append(grammar)
-        assert go_on.wait(10)
+        assert go_on.wait(WAIT)
         if grammar == "bad":
             raise ValueError("line 1")
 
@@ -486,13 +487,13 @@ async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
 
     def check(grammar: str, owner: bytes, tenant: bytes) -> None:
         begun.set()
-        if not go_on.wait(10):
+        if not go_on.wait(WAIT):
             raise TimeoutError
 
     rank = replace(fake_rank(), load_grammar=check)
     async with worker_of(rank) as (worker, session):
         await session.send(submit(grammar="long"))
-        assert await asyncio.to_thread(begun.wait, 5)
+        assert await asyncio.to_thread(begun.wait, WAIT)
         await session.send(submit("b"))  # others do not wait for it
         await session.until(ended)
         await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
@@ -508,7 +509,7 @@ async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_
 ) -> None:
     monkeypatch.setattr("tandem.workers.serve.request_manager._PREPARE_SECONDS", 0.2)
     go_on = threading.Event()
-    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(30))) as (
+    async with worker_of(replace(fake_rank(), load_grammar=lambda *_: go_on.wait(WAIT))) as (
         _,
         session,
     ):

@@ -27,6 +27,7 @@ from tandem.tests.fleet import VOCAB, fake_rank
 from tandem.tests.peers import peer_channel
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
@@ -126,7 +127,7 @@ class Served:
         chain = hash_chain([*prompt, *self.answer_to(prompt)[:-1]], 16)
         disk = worker._disk
         assert disk is not None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while disk._writing is not None or any(digest not in disk for digest in chain):
                 await asyncio.sleep(0.005)
 
@@ -242,7 +243,7 @@ async def test_a_disk_that_hangs_is_given_up(
     def hang(files: BlockFiles, digest: bytes) -> memoryview | None:
         if served.is_last(files):
             asked.release()
-            assert go_on.wait(60)
+            assert go_on.wait(WAIT)
         return read(files, digest)
 
     monkeypatch.setattr(BlockFiles, "read", hang)
@@ -264,13 +265,13 @@ async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(
     def hang(files: BlockFiles, digest: bytes) -> memoryview | None:
         if served.is_last(files):
             loop.call_soon_threadsafe(asked.set)
-            assert go_on.wait(60)
+            assert go_on.wait(WAIT)
         return read(files, digest)
 
     monkeypatch.setattr(BlockFiles, "read", hang)
     async with served.worker(tmp_path) as (worker, session):
         await session.send(submit("a", token_ids=PROMPTS[0], max_tokens=MAX_TOKENS))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             await asked.wait()
         await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
         await idle(worker)
@@ -302,7 +303,7 @@ async def test_the_bound_holds_while_it_serves(tmp_path: Path, served: Served) -
             await served.answers(session)
             await idle(worker)
             assert worker._disk is not None
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT):
                 while worker._disk._writing is not None:
                     await asyncio.sleep(0.005)
         assert sum(sizes_of(tmp_path / "small")) == num_bytes
@@ -430,7 +431,8 @@ class HeldEngine:
         self._cached = set(cached)
 
     async def call(self, command: Callable[[Any], object], timeout: float) -> None:
-        await self.go_on.wait()
+        async with asyncio.timeout(WAIT):
+            await self.go_on.wait()
         self.commands += 1
         command(self)
 
@@ -464,7 +466,7 @@ async def held_tier(folder: Path) -> AsyncIterator[DiskTier]:
 
 
 async def all_written(tier: DiskTier) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT):
         while tier._writing is not None:
             await asyncio.sleep(0.005)
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from tandem.tests.waits import WAIT
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Preempted
 from tandem.workers.serve.engine_thread import EngineThread
@@ -33,7 +34,7 @@ class PlayedEngine:
 
     def step(self, emit: Callable[[list[Event]], None]) -> None:
         self.stepping.set()
-        self.gate.wait()
+        assert self.gate.wait(WAIT)
         if self.fault:
             raise self.fault
         self.steps_left -= 1
@@ -62,10 +63,10 @@ class Running:
         """Waits until the thread stands at the closed gate, far from taking commands."""
         self.engine.gate.clear()
         self.thread.post(self.give(10**9))
-        assert await asyncio.to_thread(self.engine.stepping.wait, 5)
+        assert await asyncio.to_thread(self.engine.stepping.wait, WAIT)
 
     async def delivered(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             while len(self.events) < count:
                 await asyncio.sleep(0.001)
 
@@ -78,7 +79,7 @@ async def running() -> AsyncIterator[Running]:
         yield one
     finally:
         one.engine.gate.set()
-        await one.thread.stop(5)
+        await one.thread.stop(WAIT)
 
 
 async def test_commands_keep_their_order_and_events_too() -> None:
@@ -86,7 +87,7 @@ async def test_commands_keep_their_order_and_events_too() -> None:
         ran: list[int] = []
         for number in range(50):
             one.thread.post(lambda engine, number=number: ran.append(number))  # type: ignore[misc]
-        await one.thread.call(lambda engine: ran.append(50), 5)
+        await one.thread.call(lambda engine: ran.append(50), WAIT)
         assert ran == list(range(51))
         one.thread.post(one.give(3))
         await one.delivered(6)
@@ -100,8 +101,8 @@ async def test_what_a_call_raises_goes_to_its_caller_alone() -> None:
             raise ValueError("mine")
 
         with pytest.raises(ValueError, match="mine"):
-            await one.thread.call(fail, 5)
-        await one.thread.call(lambda engine: None, 5)
+            await one.thread.call(fail, WAIT)
+        await one.thread.call(lambda engine: None, WAIT)
         assert not one.failures
 
 
@@ -111,7 +112,7 @@ async def test_a_call_that_comes_too_late_times_out_and_its_error_is_dropped() -
         with pytest.raises(TimeoutError):
             await one.thread.call(Engine.check_integrity, 0.02)  # which the played engine cannot do
         one.engine.gate.set()
-        await one.thread.call(lambda engine: None, 5)
+        await one.thread.call(lambda engine: None, WAIT)
         assert not one.failures
 
 
@@ -119,7 +120,7 @@ async def test_an_idle_thread_sleeps() -> None:
     async with running() as one:
         one.thread.post(one.give(2))
         await one.delivered(4)
-        await one.thread.call(lambda engine: None, 5)
+        await one.thread.call(lambda engine: None, WAIT)
         polls = one.engine.num_polls
         await asyncio.sleep(0.1)
         assert one.engine.num_polls - polls <= 2
@@ -129,10 +130,10 @@ async def test_an_idle_thread_sleeps() -> None:
 async def test_stop_while_idle() -> None:
     one = Running()
     one.thread.start(one.deliver)
-    await one.thread.call(lambda engine: None, 5)
-    await one.thread.stop(5)
+    await one.thread.call(lambda engine: None, WAIT)
+    await one.thread.stop(WAIT)
     with pytest.raises(RuntimeError, match="has stopped"):
-        await one.thread.call(lambda engine: None, 5)
+        await one.thread.call(lambda engine: None, WAIT)
 
 
 async def test_stop_while_busy_ends_after_the_step() -> None:
@@ -142,7 +143,7 @@ async def test_stop_while_busy_ends_after_the_step() -> None:
     with pytest.raises(TimeoutError):
         await one.thread.stop(0.05)
     one.engine.gate.set()
-    await one.thread.stop(5)
+    await one.thread.stop(WAIT)
     assert one.engine.steps_left > 0
 
 
@@ -151,18 +152,18 @@ async def test_a_step_that_raises_ends_the_thread_and_fails_once() -> None:
     one.engine.fault = ValueError("broken")
     one.thread.start(one.deliver)
     await one.held_in_a_step()
-    async with asyncio.timeout(5):
-        waiting = asyncio.create_task(one.thread.call(lambda engine: None, 30))
+    async with asyncio.timeout(WAIT):
+        waiting = asyncio.create_task(one.thread.call(lambda engine: None, WAIT))
         await asyncio.sleep(0)
         one.engine.gate.set()
         with pytest.raises(RuntimeError, match="has stopped") as raised:
             await waiting
         assert raised.value.__cause__ is one.engine.fault
         with pytest.raises(RuntimeError, match="has stopped"):
-            await one.thread.call(lambda engine: None, 30)
+            await one.thread.call(lambda engine: None, WAIT)
     assert one.failures == [one.engine.fault]
     assert one.thread.failure is one.engine.fault
-    await one.thread.stop(5)
+    await one.thread.stop(WAIT)
 
 
 async def test_a_posted_command_that_raises_is_a_failure_of_the_engine() -> None:
@@ -172,7 +173,7 @@ async def test_a_posted_command_that_raises_is_a_failure_of_the_engine() -> None
             raise RuntimeError("out of order")
 
         one.thread.post(fail)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             while not one.failures:
                 await asyncio.sleep(0.001)
         assert str(one.failures[0]) == "out of order"

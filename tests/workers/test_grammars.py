@@ -7,6 +7,7 @@ from queue import Full
 import pytest
 
 from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.tests.waits import WAIT
 from tandem.workers.serve.grammars import GrammarCompiler
 
 ADA, BOB, EVE = b"ada", b"bob", b"eve"
@@ -23,7 +24,7 @@ class Loads:
     def __call__(self, grammar: str, owner: bytes, tenant: bytes) -> str:
         with self._changed:
             self.begun.append((grammar, owner, tenant))
-            assert self._changed.wait_for(lambda: grammar in self._done, 20)
+            assert self._changed.wait_for(lambda: grammar in self._done, WAIT)
         return grammar.upper()
 
     def finish(self, *grammars: str) -> None:
@@ -37,7 +38,7 @@ class Loads:
 
     async def wait(self, *grammars: str) -> None:
         """Waits until exactly these have begun."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while sorted(self.names) != sorted(grammars):
                 await asyncio.sleep(0.001)
 

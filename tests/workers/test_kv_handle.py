@@ -9,6 +9,7 @@ from typing import Any
 from tandem.proto import worker_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, worker_stub
 from tandem.tests.peers import peer_channel
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_choices, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit
@@ -79,7 +80,8 @@ async def started(
         try:
             yield Workers(workers, [RawSession(channel) for channel in channels])
         finally:
-            await asyncio.gather(*(worker.stop() for worker in workers))
+            async with asyncio.timeout(WAIT):
+                await asyncio.gather(*(worker.stop() for worker in workers))
 
 
 async def test_a_cancelled_fetch_leaves_the_handle_to_another_worker() -> None:

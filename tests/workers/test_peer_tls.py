@@ -21,6 +21,7 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, is_idle, worker_stub
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.serve.worker import Worker
@@ -48,7 +49,7 @@ async def running(identity: PeerIdentity) -> AsyncIterator[Fleet]:
 async def status(worker: Worker, identity: PeerIdentity) -> worker_pb2.GetStatusResponse:
     async with PeerChannel(worker.address, identity) as channel:
         found: worker_pb2.GetStatusResponse
-        found = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=20)
+        found = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=WAIT)
         return found
 
 
@@ -68,7 +69,7 @@ async def test_requests_cross_workers_over_tls_and_a_peer_without_the_certificat
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await status(fleet.workers[0], PeerIdentity.generate(identity.tls))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, "TLS alone is not enough"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while not all([is_idle(await status(worker, identity)) for worker in fleet.workers]):
                 await asyncio.sleep(0.01)
 

@@ -22,6 +22,7 @@ from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, split_fleet, work
 from tandem.tests.peers import peer_channel
 from tandem.tests.service import expected_tokens as model_tokens
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit
@@ -281,7 +282,7 @@ async def test_whatever_ends_a_fetch_leaves_nothing(end: str) -> None:
             prefix_holder=both.holder(),
         )
         await both.sessions[0].send(asked)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             await hanging.begun.wait()
         if end == "cancel":
             await both.sessions[0].send(worker_pb2.Cancel(request_id="next", attempt=1))
@@ -323,7 +324,7 @@ def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 async def known(running: Fleet, prompt: Sequence[int], num_tokens: int) -> None:
     """Waits until the router has heard that the decode worker has so much of a prompt."""
     prefix, decode = Prefix(prompt), running.workers[-1].worker_id
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT):
         while running.registry._prefixes.match(prefix).get(decode, 0) < num_tokens:
             await asyncio.sleep(0.005)
 

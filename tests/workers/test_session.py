@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.tests.waits import WAIT
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import SampledLogprobs
 from tandem.workers.engine.sequence import FinishReason
@@ -17,7 +18,7 @@ from tandem.workers.serve.session import RouterSession
 
 async def taken(session: RouterSession) -> worker_pb2.SessionResponse:
     """The next message."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         message = await session.take()
     assert message is not None
     return message
@@ -51,7 +52,7 @@ async def test_a_closed_session_sends_queued_outputs_and_then_ends() -> None:
     session = RouterSession()
     session.put(("a", 1), failure=worker_pb2.Failure())
     session.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         assert len((await taken(session)).outputs) == 1
         assert await session.take() is None
         assert await session.take() is None
@@ -62,7 +63,7 @@ async def test_close_wakes_a_waiting_take() -> None:
     waiting = asyncio.ensure_future(session.take())
     await asyncio.sleep(0)
     session.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         assert await waiting is None
 
 

@@ -14,6 +14,7 @@ from tandem.proto import inference_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, split_fleet
 from tandem.tests.service import expected_tokens as model_tokens
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.engine import scheduler
 from tandem.workers.engine.config import SpeculativeConfig
@@ -99,17 +100,17 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
     prophet.texts = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
 
     def rank(role: str) -> Rank:
-        return fake_rank(num_blocks=512, step_seconds=0.002)
+        return fake_rank(num_blocks=512, step_seconds=0.02)
 
     async with fleet(1, 2, rank=rank, speculative=CONFIG) as running:
         streams = [
             asyncio.create_task(running.generate(token_request(prompt, 300))) for prompt in prompts
         ]
         leaving = running.workers[1]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while leaving._engine.requests.num_accepted_tokens < 20:
                 await asyncio.sleep(0.001)
-        assert await leaving.drain(20) == 0
+        assert await leaving.drain(WAIT) == 0
         made = await asyncio.gather(*streams)
         assert [tokens for tokens, _ in made] == expected
         assert max(timeline.attempts for _, timeline in made) == 2
@@ -131,10 +132,10 @@ async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(
         requests = [token_request(prompt, 500, ignore_eos=True) for prompt in prompts]
         streams = [asyncio.create_task(running.generate(request)) for request in requests]
         leaving, other = running.workers[1:]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while leaving._engine.requests.num_accepted_tokens < 20:
                 await asyncio.sleep(0.001)
-        assert await leaving.drain(20) == 0
+        assert await leaving.drain(WAIT) == 0
         num_before = other._engine.requests.num_accepted_tokens
         made = await asyncio.gather(*streams)
         assert [tokens for tokens, _ in made] == expected

@@ -34,6 +34,7 @@ from tandem.proto.worker_pb2 import Cancel, Suspend
 from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY, peer_channel
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, idle, submit
@@ -44,8 +45,6 @@ from tandem.workers.serve.stats import WorkerStats
 from tandem.workers.serve.watchdog import Watchdog
 from tandem.workers.serve.worker import Worker
 from tandem.workers.transfer.frames import TransferError
-
-WAIT = 10.0
 
 
 class Figures(Metrics):

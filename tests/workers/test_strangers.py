@@ -20,6 +20,7 @@ from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, worker_stub
 from tandem.tests.peers import IDENTITY, STRANGER
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
 from tandem.tests.workers.transfer.played import EPOCH, handle, one_table, sender_of
@@ -80,7 +81,7 @@ async def call(
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(100):
             opened: RawCall = channel.stream_stream(method)(
-                metadata=grpc.aio.Metadata(*metadata), timeout=20
+                metadata=grpc.aio.Metadata(*metadata), timeout=WAIT
             )
             with suppress(
                 asyncio.InvalidStateError, grpc.aio.AioRpcError
@@ -142,7 +143,7 @@ async def test_a_stranger_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
         for worker in running.workers:
             host, _, port = worker.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT):
                 with suppress(ConnectionError):
                     while await reader.read(4_096):
                         pass
@@ -160,7 +161,7 @@ async def test_a_peer_with_another_secret_cannot_drain_a_worker_or_read_its_stat
                     (stub.GetStatus, worker_pb2.GetStatusRequest()),
                 ):
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
-                        await ask(request, timeout=20)
+                        await ask(request, timeout=WAIT)
                     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         await check_whole(running)
 
@@ -236,7 +237,7 @@ async def test_a_stranger_at_the_address_of_a_worker_that_is_gone_gets_no_prompt
     client = WorkerClient(("worker", 1), address, IDENTITY, messages.append)
     try:
         stream = client.submit(submit(token_ids=PROMPT), wake)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while stream.failure is None:
                 await wake.wait()
                 wake.clear()
@@ -267,7 +268,7 @@ async def test_connections_of_strangers_keep_no_peer_out() -> None:
     await server.start()
     host, _, port = address.rpartition(":")
     writers = []
-    async with asyncio.timeout(60), PeerChannel(address, IDENTITY) as first:
+    async with asyncio.timeout(WAIT), PeerChannel(address, IDENTITY) as first:
         stream: PeerStream[bytes, bytes] = first.stream_stream("/echo/Echo")()
         await stream.write(b"1")
         assert await stream.read() == b"1"

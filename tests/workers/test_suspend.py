@@ -17,6 +17,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, split_fleet
 from tandem.tests.peers import peer_channel
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.waits import NEVER, WAIT
 from tandem.tests.watermarks import MESSAGE as WATERMARK
 from tandem.tests.workers.engine.fake import expected_choices, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
@@ -319,7 +320,7 @@ async def test_a_choice_that_was_fetched_ends_and_the_others_go_on() -> None:
             )
             assert await running.num_leases() == num_leases
         await source.send(worker_pb2.Cancel(request_id="a", attempt=1, choice=3))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             while await running.num_leases() != 1:
                 await asyncio.sleep(0.005)
         assert running.workers[0].load().leased_blocks > 0
@@ -329,7 +330,7 @@ async def test_a_choice_that_was_fetched_ends_and_the_others_go_on() -> None:
 @pytest.mark.parametrize("end", ["cancel", "session", "lease"])
 async def test_a_suspended_request_is_freed(end: str) -> None:
     """Cancelled, or its session breaks, or its lease expires."""
-    async with two_workers(lease_seconds=0.05 if end == "lease" else 30) as running:
+    async with two_workers(lease_seconds=0.05 if end == "lease" else NEVER) as running:
         source, target = running.sessions
         handle = await suspend(source)
         if end == "cancel":
@@ -393,7 +394,7 @@ async def test_what_has_not_begun_is_refused() -> None:
     loop = asyncio.get_running_loop()
 
     def load(*_: object) -> None:
-        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result(WAIT)
 
     rank = replace(fake_rank(step_seconds=0.01), load_grammar=load)
     async with worker_of(rank, max_sequences=1) as (_, session):

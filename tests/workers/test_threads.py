@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.tests.waits import WAIT
 from tandem.workers.host.threads import available_cores, go_first, in_thread, let_others_first
 
 
@@ -115,7 +116,7 @@ def test_threads_that_communicate_interrupt_those_that_compute() -> None:
 
     def run(name: str, prepare: Callable[[], None], wait: threading.Event) -> None:
         prepare()
-        wait.wait()
+        assert wait.wait(WAIT)
         found[name] = time_slice(threading.get_native_id())
 
     def start(name: str, prepare: Callable[[], None] = lambda: None) -> threading.Thread:
@@ -132,6 +133,6 @@ def test_threads_that_communicate_interrupt_those_that_compute() -> None:
         let_others_first()
         ending.set()
     for thread in threads:
-        thread.join()
+        thread.join(WAIT)
     assert found == {"before": 100_000, "after": 100_000, "computes": usual}
     assert time_slice(threading.get_native_id()) == usual > 100_000

@@ -27,6 +27,7 @@ from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.waits import WAIT
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -168,7 +169,7 @@ async def run_cli(*args: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *TANDEM, "bench", *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT):
         out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -254,7 +255,7 @@ async def test_a_stalled_answer_ends_at_its_timeout(start: Start) -> None:
     summary = await measure(options(server.url, num_prompts=2, timeout=0.3))
     assert [(each.kind, each.count) for each in summary.failures] == [("timeout", 1)]
     assert summary.num_completed == 1
-    assert 0.29 < summary.duration < 5
+    assert 0.29 < summary.duration < WAIT
 
 
 async def test_nobody_there_is_a_failure_of_each_request() -> None:
@@ -343,10 +344,10 @@ async def test_a_trace_without_hashes_over_grpc(
 
 async def test_a_closed_loop_keeps_to_its_concurrency_and_its_seconds(start: Start) -> None:
     server = await start(delays=[0.05])
-    summary = await measure(options(server.url, concurrency=3, num_prompts=None, seconds=0.3))
+    summary = await measure(options(server.url, concurrency=3, num_prompts=None, seconds=2.0))
     assert server.max_running == 3
     assert summary.num_requests == summary.num_completed >= 6
-    assert server.arrivals[-1] - server.arrivals[0] < 0.4
+    assert server.arrivals[-1] - server.arrivals[0] < WAIT  # there is no other end
 
 
 async def test_warm_up_requests_are_not_measured_and_must_succeed(start: Start) -> None:
@@ -486,7 +487,7 @@ async def test_failures_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> 
     source.error, source.stall_after = None, 2
     summary = await measure(options(url, num_prompts=2, timeout=0.3))
     assert [(each.kind, each.count) for each in summary.failures] == [("timeout", 2)]
-    await asyncio.wait_for(source.wait_running(0), 10)
+    await asyncio.wait_for(source.wait_running(0), WAIT)
 
 
 EVENTS = (

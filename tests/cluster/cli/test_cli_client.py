@@ -44,7 +44,9 @@ def service() -> Iterator[StubService]:
 
 
 def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*TANDEM, *args], input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [*TANDEM, *args], input=stdin, capture_output=True, text=True, timeout=WAIT
+    )
 
 
 def invoke(*args: str, stdin: str = "") -> tuple[str, str]:
@@ -422,7 +424,7 @@ class Terminal:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        self.process.wait(WAIT)
         os.close(self._master)
 
 

@@ -28,10 +28,10 @@ from tandem.proto.addresses import in_brackets, why_not_bound
 from tandem.router.client.client import AsyncClient, Client
 from tandem.tests.metrics_page import scrape_until
 from tandem.tests.service import ACTIVITY
+from tandem.tests.waits import WAIT
 
 OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
-WAIT = 60  # seconds that anything may take, on however busy a machine
 RAY_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [^]]* [IWE] \d+ \d+\] ")
 SCRATCH = re.compile(rf"{re.escape(tempfile.gettempdir())}/tandem-\w+")
 READY = re.compile(
@@ -383,7 +383,7 @@ def test_the_end_of_ray_in_an_awkward_environment_is_told_in_a_line_and_leaves_n
     assert ours[1].startswith("`tandem drain` will not work: ")  # without a home
     assert re.match(rf"status page: http://{re.escape(in_brackets(host))}:\d+/tandem", ours[2])
     assert ours[4:] == [f"error: Ray has ended: its {victim} process is gone"]  # after the console
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=WAIT)
     assert not alive, alive
     assert not Path(scratch).exists()
     assert not list(folder.iterdir())

@@ -24,6 +24,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.waits import WAIT
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
 NUM_REQUESTS = 24
@@ -90,8 +91,8 @@ def test_a_batch_that_is_killed_is_completed_by_the_same_command(
         children = psutil.Process(killed.pid).children(recursive=True)
     finally:
         os.kill(killed.pid, signal.SIGKILL)
-        killed.wait()
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+        killed.wait(WAIT)
+    assert psutil.wait_procs(children, timeout=WAIT)[1] == []
     left = output.read_bytes()
     num_left = left.count(b"\n")
     assert 4 <= num_left < NUM_REQUESTS
@@ -145,12 +146,12 @@ class HttpService:
 
     def __enter__(self) -> "HttpService":
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(WAIT)
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(WAIT)
         self._loop.close()
 
     async def _serve(self) -> None:

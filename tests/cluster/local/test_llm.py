@@ -42,6 +42,7 @@ from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.tiny_multimodal import make_tiny_multimodal
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 16
@@ -82,12 +83,20 @@ def llm(running: LLM) -> Iterator[LLM]:
     wait_idle(running)
 
 
-def wait_idle(llm: LLM, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_idle(llm: LLM) -> None:
+    deadline = time.monotonic() + WAIT
     while not is_idle(status := llm._loop.run(llm._engine.status())):
         assert time.monotonic() < deadline, status
         time.sleep(0.01)
     assert status.integrity_ok
+
+
+def wait_until_running(llm: LLM) -> None:
+    """Waits, in a thread of its own, until a sequence runs; for WAIT at most."""
+    deadline = time.monotonic() + WAIT
+    while not llm._loop.run(llm._engine.status()).info.load.num_running:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def num_submitted(llm: LLM) -> int:
@@ -449,15 +458,14 @@ def test_perplexity_equals_transformers(llm: LLM, folder: Path) -> None:
 
 def test_an_interrupt_frees_everything_and_the_next_call_runs(llm: LLM) -> None:
     def interrupt() -> None:
-        while not llm._loop.run(llm._engine.status()).info.load.num_running:
-            time.sleep(0.001)
+        wait_until_running(llm)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS * 8, SamplingParams(max_tokens=1500, ignore_eos=True))
-    thread.join()
+    thread.join(WAIT)
     wait_idle(llm)
     assert len(llm.generate("dog", GREEDY)[0].outputs[0].token_ids) == NUM_TOKENS
 
@@ -542,15 +550,14 @@ def test_a_lost_rank_ends_the_call_and_says_so(folder: Path, llm: LLM) -> None:
         (rank,) = set(psutil.Process().children(recursive=True)) - before
 
         def kill() -> None:
-            while not split._loop.run(split._engine.status()).info.load.num_running:
-                time.sleep(0.001)
+            wait_until_running(split)
             rank.kill()
 
         thread = threading.Thread(target=kill)
         thread.start()
         with pytest.raises(InternalError, match="the engine has failed"):
             split.generate(PROMPTS, SamplingParams(max_tokens=1900, ignore_eos=True))
-        thread.join()
+        thread.join(WAIT)
         with pytest.raises(InternalError, match="the engine has failed"):
             split.generate("dog", GREEDY)
 
@@ -638,7 +645,7 @@ def test_an_llm_that_its_own_thread_collects_ends(folder: Path) -> None:
         loop.run(collect())
     finally:
         gc.enable()
-    loop._thread.join(60)
+    loop._thread.join(WAIT)
     assert not loop._thread.is_alive()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.cluster.local.loop_thread import LoopThread
 from tandem.proto.errors import Unavailable
+from tandem.tests.waits import WAIT
 
 
 def test_what_has_ended_says_so() -> None:
@@ -36,5 +37,5 @@ def test_work_that_a_stop_overtakes_ends() -> None:
             each.start()
         loop.stop()
         for each in callers:
-            each.join(30)
+            each.join(WAIT)
         assert ended == [True] * 3

@@ -20,6 +20,7 @@ from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prom
 from tandem.tests.router.auth.keys import api_key
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
+from tandem.tests.waits import WAIT
 
 PATH = "/v1/messages"
 ASK: Any = [{"role": "user", "content": "hello?"}]
@@ -114,7 +115,7 @@ async def test_stop_reasons(
 
 async def test_the_events_of_a_stream(service: Service, client: anthropic.AsyncAnthropic) -> None:
     service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         body = {"model": "tiny", "messages": ASK, "max_tokens": 300, "tools": TOOLS, "stream": True}
         answer = await http.post(PATH, json=body)
     events = []

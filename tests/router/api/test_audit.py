@@ -12,6 +12,7 @@ from tandem.router.api.server.audit import MAX_BURST, AuditLog
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.api.test_connections import connected
 from tandem.tests.router.conftest import Service
+from tandem.tests.waits import WAIT
 
 CANARY = "canary-3fd1c2"
 
@@ -27,7 +28,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
 async def test_each_refused_call_over_http_is_a_line(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=5) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         assert (await http.post(TEXT, json=body(TEXT))).status_code == 200
         assert (await http.post(TEXT, json=body(TEXT, **{CANARY: CANARY}))).status_code == 400
         assert (await http.get(f"/{CANARY}")).status_code == 404
@@ -61,7 +62,7 @@ async def test_invalid_requests_get_one_line_each_and_no_line_in_other_logs(
     service: Service, caplog: pytest.LogCaptureFixture, said: str, status: str
 ) -> None:
     """uvicorn would write one line for each of them, without a limit."""
-    async with asyncio.timeout(10), connected(service.http) as (reader, writer):
+    async with asyncio.timeout(WAIT), connected(service.http) as (reader, writer):
         writer.write(said.encode())
         assert (await reader.readline()).split()[1] == status.encode()
     assert [line["reason"] for line in lines(caplog)] == [status]

@@ -32,9 +32,9 @@ from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
 SECRET = b"s" * 32
-WAIT = 10.0
 KEYS = (api_key("ada", max_priority=3), api_key("bob"))
 PATHS = ("/version", "/v1/models", "/v1/models/tiny", "/openapi.json", "/nowhere")
 BODIES: dict[str, dict[str, Any]] = {

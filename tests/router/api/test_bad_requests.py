@@ -14,6 +14,7 @@ import pytest
 
 from tandem.proto import inference_pb2, limits
 from tandem.tests.router.conftest import Service
+from tandem.tests.waits import WAIT
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -536,7 +537,7 @@ async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> No
     assert len(HTTP_CASES) >= 300
     good = text(seed=1)
     async with httpx.AsyncClient(
-        base_url=f"http://{service.http}", timeout=10, headers=JSON
+        base_url=f"http://{service.http}", timeout=WAIT, headers=JSON
     ) as http:
         expected = (await http.post(TEXT, content=good)).json()["choices"]
         for path, body, status, param, said in HTTP_CASES:
@@ -562,7 +563,7 @@ def _names(found: str | None, field: str | None) -> bool:
 @pytest.mark.parametrize("header", ["", "x", "0", "-1", "nan", "inf", "86400.5", "1e999", "1 s"])
 async def test_invalid_timeouts(service: Service, header: str) -> None:
     async with httpx.AsyncClient(
-        base_url=f"http://{service.http}", timeout=10, headers=JSON
+        base_url=f"http://{service.http}", timeout=WAIT, headers=JSON
     ) as http:
         answer = await http.post(TEXT, content=text(), headers={"x-request-timeout": header})
         assert answer.status_code == 400

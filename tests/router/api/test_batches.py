@@ -20,9 +20,9 @@ from tandem.router.auth.authenticator import Authenticator
 from tandem.router.auth.keys import ApiKey, hash_key
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
+from tandem.tests.waits import WAIT
 
 KEYS = {"one": "a", "two": "b"}  # tenants, by key
-WAIT = 20.0
 
 
 def request(custom_id: str, url: str = "/v1/chat/completions", **body: Any) -> str:

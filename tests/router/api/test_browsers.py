@@ -16,6 +16,7 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
 PAGE = "https://chat.example.com"
 FOREIGN = "https://evil.example"
@@ -27,7 +28,7 @@ async def opened(model: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
     rules = BrowserRules(host_names=("models.example.com",), cors_origins=(PAGE,))
     server = HttpServer(GenerationService([model], FakeTokenSource()), rules)
     async with httpx.AsyncClient(
-        base_url=f"http://{await server.start('127.0.0.1:0')}", timeout=5
+        base_url=f"http://{await server.start('127.0.0.1:0')}", timeout=WAIT
     ) as client:
         yield client
     await server.stop(0)

@@ -21,8 +21,8 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.api.test_unread import unread_grpc, unread_http
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
-WAIT = 30.0
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 

@@ -33,8 +33,8 @@ from tandem.router.telemetry.requests import PARTS, RequestFacts, RequestTelemet
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
-WAIT = 10.0
 DATA = "/console/data"
 CANARY = "canarybird"
 KEYS = (api_key("ada", requests_per_minute=3), api_key("bob"), api_key("ops", operator=True))

@@ -22,6 +22,7 @@ from tandem.router.telemetry.requests import RequestTelemetry
 from tandem.tests.damaged import LEAK, NUM_INPUTS, damaged
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.conftest import Service
+from tandem.tests.waits import WAIT
 
 DOCUMENTED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 DOCUMENTED |= {grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -152,7 +153,7 @@ async def test_over_http(service: Service, path: str, stream: bool) -> None:
     good = BODIES[path] | ({"stream": True} if stream else {})
     headers = {"content-type": "application/json"}
     async with httpx.AsyncClient(
-        base_url=f"http://{service.http}", timeout=30, headers=headers
+        base_url=f"http://{service.http}", timeout=WAIT, headers=headers
     ) as http:
         num_refused = 0
         for data in damaged([json.dumps(good).encode()]):
@@ -174,7 +175,7 @@ async def test_over_http(service: Service, path: str, stream: bool) -> None:
     "method", ["GET", "POST", "PUT", "DELETE", "TRACE", "PATCH", "HEAD", "OPTIONS"]
 )
 async def test_unknown_paths_and_methods(service: Service, path: str, method: str) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=30) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         answer = await http.request(method, path)
     assert answer.status_code in (400, 404, 405)
     assert not LEAK.search(answer.text)

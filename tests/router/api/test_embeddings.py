@@ -22,6 +22,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.fleet import Fleet, split_fleet
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.helpers import prompt, reference
 
 TEXTS = [
@@ -82,7 +83,7 @@ async def test_mean_and_lengths_as_they_are(
     ids = prompt(100)
     url = f"http://{servers.http_address}/v1/embeddings"
     expected = hidden_states(tiny_model, ids).mean(0)
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=WAIT) as http:
         body = {"input": ids, "pooling_type": "MEAN", "normalize": False}
         # The second request finds its prefix in the cache, and does not use it.
         for form in ("float", "base64"):
@@ -131,7 +132,7 @@ async def test_scores(tiny_model: Path, servers: ApiServers) -> None:
         (TEXTS[0], [" dog", " The fox", "x"]),
         (TEXTS, [" dog", " The fox", "x"]),
     ]
-    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=30) as http:
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
         for text_1, text_2 in cases:
             answer = await http.post(
                 "/score", json={"model": "tiny", "text_1": text_1, "text_2": text_2}
@@ -165,7 +166,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 async def test_what_is_wrong_is_named(servers: ApiServers) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=30) as http:
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
         for path, body, field in BAD:
             answer = await http.post(path, json=body)
             error = answer.json()["error"]
@@ -224,7 +225,7 @@ async def test_documents_are_ranked_by_yes_against_no(
     order = sorted(range(3), key=lambda index: -scores[index])
     body = {"model": "tiny", "query": "fox?", "instruction": "Find foxes"}
     given: list[Any] = [documents[0], {"text": documents[1]}, documents[2]]
-    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=30) as http:
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             answer = (await http.post(path, json=body | {"documents": given})).json()
             results = answer["results"]

@@ -18,8 +18,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
-
-WAIT = 5.0
+from tandem.tests.waits import WAIT
 
 
 def request(**fields: Any) -> inference_pb2.GenerateRequest:

@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.router.api.server.connection import ConnectionBounds
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.test_connections import HTTP2_PREFACE, Streams, connected, serving
+from tandem.tests.waits import WAIT
 
-WAIT = 30.0
 SERVING, NOT_SERVING = (
     health_pb2.HealthCheckResponse.SERVING,
     health_pb2.HealthCheckResponse.NOT_SERVING,

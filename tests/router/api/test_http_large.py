@@ -29,6 +29,7 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
 MESSAGE = {"role": "user", "content": ""}
 CALL = {"id": "", "function": {"name": "f", "arguments": ""}}
@@ -115,7 +116,7 @@ async def test_a_request_that_is_refused_is_made_once(
     server = HttpServer(GenerationService([model], FakeTokenSource()))
     address = await server.start("127.0.0.1:0")
     try:
-        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as http:
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
             for wrong in ({"stop": "x" * 2_000_000}, {"guided_regex": "x" * 2_000_000}):
                 answer = await http.post(TEXT, json=body(TEXT, prompt=["x"] * 128, **wrong))
                 assert answer.status_code == 400
@@ -136,7 +137,7 @@ async def test_the_log_probabilities_of_prompts_are_bounded(
     service: Service, asked: dict[str, Any], stream: bool
 ) -> None:
     fields = asked | {"prompt": ["x" * 4_000] * 2, "max_tokens": 1, "stream": stream}
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         answer = await http.post(TEXT, json=body(TEXT, n=4, **fields))
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (
@@ -166,7 +167,7 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
         "max_tokens": 2,
         "stream": stream,
     }
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         answer = await http.post(TEXT, json=body(TEXT, prompt_logprobs=1, **fields))
     assert len(written) == 2
     assert threading.main_thread() not in written
@@ -234,7 +235,7 @@ async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(
 ) -> None:
     service.source.error = errors.InvalidArgument("cannot be followed", "constraint")
     service.source.error_after = 1
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         answer = await http.post(TEXT, json=body(TEXT, guided_regex="[a-z]+", stream=True))
     last = json.loads(answer.text.removesuffix("\n\n").rpartition("data: ")[2])
     assert (last["error"]["param"], last["error"]["message"]) == (

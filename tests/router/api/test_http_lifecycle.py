@@ -13,8 +13,7 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body, events
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
-
-WAIT = 5.0
+from tandem.tests.waits import WAIT
 
 
 async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:
@@ -36,7 +35,7 @@ async def test_connections_from_before_the_stop_are_still_answered(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the server closed the connection at once, it would reset a request that is on its way."""
-    monkeypatch.setattr(listener, "_FIRST_REQUEST_SECONDS", 3.0)
+    monkeypatch.setattr(listener, "_FIRST_REQUEST_SECONDS", 6.0)
     server = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
     host, _, port = (await server.start("127.0.0.1:0")).rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

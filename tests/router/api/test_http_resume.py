@@ -20,6 +20,7 @@ from tandem.router.resume.policy import MAX_USES, ResumePolicy
 from tandem.tests.fleet import split_fleet
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
 KEY = b"k" * 32
 CALL = b'<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -46,7 +47,7 @@ async def routers(
     """Yields clients of two routers of one service."""
     servers = [HttpServer(GenerationService([model], source, resume_key=KEY)) for _ in range(2)]
     addresses = [await server.start("127.0.0.1:0") for server in servers]
-    yield [httpx.AsyncClient(base_url=f"http://{address}", timeout=20) for address in addresses]
+    yield [httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) for address in addresses]
     await asyncio.gather(*(server.stop(0) for server in servers))
 
 
@@ -282,7 +283,7 @@ async def test_an_id_expires(model: ServedModel, source: FakeTokenSource) -> Non
     service = GenerationService([model], source, resume_key=KEY, resume_policy=policy)
     server = HttpServer(service)
     address = await server.start("127.0.0.1:0")
-    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as router:
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as router:
         events = await stream(router, TEXT, {"max_tokens": 5})
         now = 1600.0
         rest = await stream(router, TEXT, {"max_tokens": 5}, **{"Last-Event-ID": events[2][0]})

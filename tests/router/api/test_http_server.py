@@ -20,8 +20,8 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events, streamed_text
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
+from tandem.tests.waits import WAIT
 
-WAIT = 5.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 

@@ -26,8 +26,8 @@ from tandem.router.output.processor import OutputProcessor
 from tandem.router.request import TokenDelta
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.conftest import Service
+from tandem.tests.waits import WAIT
 
-WAIT = 30.0
 SIZE = MAX_MESSAGE_BYTES - 64
 
 

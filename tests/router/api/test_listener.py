@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.router.api.server.listener import HttpListener
+from tandem.tests.waits import WAIT
 
 
 def listener(name: bytes) -> HttpListener:
@@ -24,7 +25,7 @@ def listener(name: bytes) -> HttpListener:
 
 async def ask(address: str) -> bytes:
     host, _, port = address.rpartition(":")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         reply = await reader.read()

@@ -13,6 +13,7 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import InternalError, Overloaded, Unavailable
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.conftest import Service
+from tandem.tests.waits import WAIT
 
 CANARY = "canary-7e1b44"
 KEY = f"sk-{CANARY}"
@@ -57,7 +58,7 @@ async def test_the_logs_have_nothing_that_a_caller_sent(
         "cookie": CANARY,
     }
     async with httpx.AsyncClient(
-        base_url=f"http://{service.http}", timeout=10, headers=headers
+        base_url=f"http://{service.http}", timeout=WAIT, headers=headers
     ) as http:
         for path in (TEXT, CHAT):
             for sent in http_bodies(path):

@@ -9,8 +9,7 @@ import pytest
 
 from tandem.router.api.server.ops_server import OpsServer
 from tandem.tests.router.api.test_connections import connected
-
-WAIT = 30.0
+from tandem.tests.waits import WAIT
 
 
 class Figures:

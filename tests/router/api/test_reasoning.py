@@ -13,6 +13,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+from tandem.tests.waits import WAIT
 
 THOUGHT = "Köln?\n\nA < B."
 SAID = "I look."
@@ -72,7 +73,7 @@ async def test_chat_completions(answering: Service) -> None:
 
 
 async def test_a_stop_string_or_a_limit_in_a_thought(answering: Service) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{answering.http}", timeout=10) as http:
+    async with httpx.AsyncClient(base_url=f"http://{answering.http}", timeout=WAIT) as http:
         for fields, thought, reason in (
             ({"stop": [" <"]}, "Köln?\n\nA", "stop"),
             ({"max_tokens": len("<think>\nK")}, "K", "length"),

@@ -29,6 +29,7 @@ from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.waits import WAIT
 
 EXAMPLES = settings().max_examples if settings().max_examples > 100 else 25
 """By Hypothesis's profile: 25 beside the hundreds of boundary cases, and 2,000 in `make fuzz`."""
@@ -56,8 +57,8 @@ def address() -> Iterator[str]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    yield f"http://{asyncio.run_coroutine_threadsafe(_started(), loop).result(10)}"
-    asyncio.run_coroutine_threadsafe(_server.stop(1), loop).result(10)
+    yield f"http://{asyncio.run_coroutine_threadsafe(_started(), loop).result(WAIT)}"
+    asyncio.run_coroutine_threadsafe(_server.stop(1), loop).result(WAIT)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

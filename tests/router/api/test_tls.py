@@ -25,8 +25,8 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.certificates import Certificate, make_certificate
 from tandem.tests.router.api.test_authentication import HeldSource
 from tandem.tests.router.api.test_connections import connected
+from tandem.tests.waits import WAIT
 
-WAIT = 10.0
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
 
 

@@ -21,9 +21,9 @@ from tandem.router.scheduling.admission import Admission
 from tandem.tests.fleet import Fleet, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.api.http_bodies import TEXT
+from tandem.tests.waits import WAIT
 from tandem.workers.tp.rank import Rank
 
-WAIT = 60.0
 NUM_OTHERS = 15
 UNREAD = {"n": 32, "logprobs": 20, "max_tokens": 150, "stream": True, "ignore_eos": True}
 """Two of these take all sequences of a worker. Each answer has 10 MB, over gRPC 1 MB: more than the

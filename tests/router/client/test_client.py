@@ -10,8 +10,8 @@ from tandem.router.client.types import Options
 from tandem.router.client.wire import to_error
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID
+from tandem.tests.waits import WAIT
 
-WAIT = 5.0
 CHAT = [{"role": "user", "content": "hello?"}]
 
 

@@ -25,6 +25,7 @@ from tandem.tests.peers import IDENTITY
 from tandem.tests.router.client.recording_server import LAST, RecordingServer
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import byte_tokenizer
+from tandem.tests.waits import WAIT
 from tandem.workers.tp.rank import Rank
 
 KEY = b"k" * 32
@@ -248,7 +249,7 @@ async def test_calls_go_to_the_router_that_answers(
     given: Any = addresses.format(server.address) if isinstance(addresses, str) else None
     given = given or [each.format(server.address) for each in addresses]
     for _ in range(4):  # each begins with a random one
-        async with asyncio.timeout(5), AsyncClient(given, max_retries=1) as client:
+        async with asyncio.timeout(WAIT), AsyncClient(given, max_retries=1) as client:
             assert await client.tokenize("x") == [1, 2]
             assert (await client.generate("x")).finish_reason == "stop"
         with Client(given, max_retries=1) as blocking:

@@ -7,8 +7,8 @@ import pytest
 
 from tandem.router.client.client import AsyncClient, Client
 from tandem.tests.router.conftest import Service
+from tandem.tests.waits import WAIT
 
-WAIT = 30.0
 NAMES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 

@@ -15,6 +15,7 @@ from tandem.router.client.wire import Retries
 from tandem.router.request import TokenDelta
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
 
 def fail(source: FakeTokenSource, failures: list[errors.TandemError], after: int = 0) -> None:
@@ -93,7 +94,7 @@ async def test_cancelling_ends_the_wait_for_another_try(grpc_service: Service) -
             with pytest.raises(errors.Cancelled):
                 next(stream)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT):
         await asyncio.to_thread(use_client)
         async with AsyncClient(grpc_service.grpc) as client, client.stream("hi") as stream:
             asyncio.get_running_loop().call_later(0.2, stream.cancel)

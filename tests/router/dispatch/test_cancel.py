@@ -16,6 +16,7 @@ from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenRequest
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.tp.rank import Rank
 
@@ -69,7 +70,7 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
                     await abandon_after(running, request, chance.expovariate(10))
 
         await asyncio.gather(*(one(number) for number in range(NUM_CANCELS * 3 // 2)))
-        await running.check_idle(timeout=1.0)
+        await running.check_idle()
         assert num_exact == NUM_CANCELS // 2
         assert [client._streams for client in clients(running)] == [{}] * 4
         tokens, _ = await running.generate(token_request(range(300), 30))
@@ -78,10 +79,17 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
 
 @pytest.mark.parametrize("how", ["close", "channel"])
 async def test_a_router_that_disconnects_leaves_nothing(how: str) -> None:
-    async with fleet(1, 1, rank=small_rank, chunk_tokens=64, park_seconds=1.0) as running:
+    # So slow that no request ends by itself before the deadline of `check_idle`.
+    async with fleet(
+        1,
+        1,
+        rank=lambda role: fake_rank(num_blocks=48, step_seconds=0.2),
+        chunk_tokens=64,
+        park_seconds=1.0,
+    ) as running:
         requests = [token_request(range(n, n + 120), 600, name=str(n)) for n in range(12)]
         tasks = [asyncio.create_task(running.generate(request)) for request in requests]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while not any(status.info.load.num_waiting for status in await running.statuses()):
                 await asyncio.sleep(0.005)
         if how == "close":
@@ -89,7 +97,7 @@ async def test_a_router_that_disconnects_leaves_nothing(how: str) -> None:
         else:
             running.dispatcher._closed = True  # it is dead: it sends nothing more
             await asyncio.gather(*(client._channel.close() for client in clients(running)))
-        await running.check_idle(timeout=1.0)
+        await running.check_idle()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, Unavailable) for result in results), results
         assert all(status.num_sessions == 0 for status in await running.statuses())
@@ -137,7 +145,7 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
             await asyncio.gather(*(one(prompt) for prompt in prompts * rounds))
             await running.check_idle()
             await drop_cancelled_timers()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(WAIT):
                 while any(now > then for now, then in zip(held(), quiet, strict=False)):
                     await asyncio.sleep(0.01)
                     await drop_cancelled_timers()

@@ -12,6 +12,7 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.sequence import SequenceSpec, Task
@@ -36,7 +37,7 @@ def submits(monkeypatch: pytest.MonkeyPatch) -> Counter[Task]:
 
 
 async def until_running(running: Fleet, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT):
         while sum(worker.load().num_running for worker in running.workers) < count:
             await asyncio.sleep(0.002)
 
@@ -44,7 +45,7 @@ async def until_running(running: Fleet, count: int) -> None:
 async def until_decoding(worker: Worker) -> None:
     executor = worker._rank.executor
     assert isinstance(executor, FakeExecutor)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT):
         while executor.num_steps < 5:
             await asyncio.sleep(0.002)
 
@@ -54,7 +55,7 @@ async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
     prefill: int, num_choices: int, submits: Counter[Task]
 ) -> None:
     async with fleet(
-        prefill, 3, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002)
+        prefill, 3, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.05)
     ) as running:
 
         async def one(number: int) -> int:
@@ -69,8 +70,9 @@ async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
         await until_running(running, 24 * num_choices)
         worker = max(running.workers, key=lambda each: each.load().num_running)
         before = submits[Task.PREFILL] + submits[Task.COLOCATED]
-        assert await worker.drain(20) == 0
+        assert await worker.drain(WAIT) == 0
         assert not all(request.done() for request in requests)
+        running.hurry()
         attempts = await asyncio.gather(*requests)
         assert max(attempts) > 1
         assert submits[Task.PREFILL] + submits[Task.COLOCATED] == before == 24
@@ -104,7 +106,7 @@ async def test_a_stream_whose_cache_has_just_arrived_is_not_computed_again(
 
 async def test_every_worker_is_replaced_in_turn() -> None:
     async with fleet(
-        1, 4, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.002)
+        1, 4, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.05)
     ) as running:
 
         async def one(number: int) -> None:
@@ -115,8 +117,9 @@ async def test_every_worker_is_replaced_in_turn() -> None:
         requests = [asyncio.create_task(one(number)) for number in range(16)]
         await until_running(running, 16)
         for worker in running.workers[1:4]:
-            assert await worker.drain(20) == 0
+            assert await worker.drain(WAIT) == 0
         assert not all(request.done() for request in requests)
+        running.hurry()
         await asyncio.gather(*requests)
 
 
@@ -124,13 +127,13 @@ async def test_streams_end_where_they_are_if_there_is_no_other_worker() -> None:
     async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.002)) as running:
         request = asyncio.create_task(running.choices(token_request(range(40), 100)))
         await until_decoding(running.workers[1])
-        assert await running.workers[1].drain(20) == 0
+        assert await running.workers[1].drain(WAIT) == 0
         ids, timeline = await request
         assert (ids, timeline.attempts) == (expected_choices(range(40), 1, 100, VOCAB), 1)
 
 
 async def test_a_stream_that_is_lost_while_it_is_suspended_is_computed_again() -> None:
-    async with fleet(0, 2, rank=lambda role: fake_rank(step_seconds=0.002)) as running:
+    async with fleet(0, 2, rank=lambda role: fake_rank(step_seconds=0.02)) as running:
         running.dispatcher = Dispatcher(
             running.registry, Unlimited(running.registry), identity=IDENTITY
         )
@@ -145,8 +148,9 @@ async def test_a_stream_that_is_lost_while_it_is_suspended_is_computed_again() -
             stopped.set()
 
         worker._kv.offer = offer_and_stop  # type: ignore[assignment, method-assign]
-        draining = asyncio.create_task(worker.drain(20))
-        await stopped.wait()
+        draining = asyncio.create_task(worker.drain(WAIT))
+        async with asyncio.timeout(WAIT):
+            await stopped.wait()
         await worker.stop()
         await draining
         ids, _ = await request
@@ -159,7 +163,7 @@ async def test_a_stream_that_is_lost_while_it_is_suspended_is_computed_again() -
 async def test_beam_searches_and_prompts_stay() -> None:
     search = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
     async with fleet(
-        1, 2, rank=lambda role: fake_rank(num_blocks=1000, step_seconds=0.002)
+        1, 2, rank=lambda role: fake_rank(num_blocks=1000, step_seconds=0.01)
     ) as running:
         asked = token_request(range(40), 100, num_choices=2, beam_search=search)
         expected, _ = await running.choices(asked)
@@ -168,7 +172,7 @@ async def test_beam_searches_and_prompts_stay() -> None:
         )
         await until_running(running, 1)
         worker = max(running.workers, key=lambda each: each.load().num_running)
-        assert await worker.drain(20) == 0
+        assert await worker.drain(WAIT) == 0
         ids, timeline = await again
         assert (ids, timeline.attempts) == (expected, 1)
         assert worker.info().role in (worker_pb2.ROLE_DECODE, worker_pb2.ROLE_PREFILL)

@@ -15,6 +15,7 @@ from tandem.proto.errors import InternalError
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, innermost, split_fleet
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.model.helpers import prompt
 from tandem.workers.engine.plan import Samples, StepPlan
@@ -49,7 +50,7 @@ async def generate(running: Fleet, prompts: Sequence[Sequence[int]] = PROMPTS) -
 
 async def leaves(worker: Worker, running: Fleet) -> None:
     """Waits until a worker fails its health check; takes it out of the directory, as Ray does."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT):
         await worker.failed.wait()
     with pytest.raises(RuntimeError, match="has failed") as caught:
         worker.check_health()
@@ -77,8 +78,9 @@ async def test_a_worker_that_computes_nan_fails_its_health_check_and_no_request(
         worker = running.workers[2 * broken]
         embeddings(worker)[:] = torch.nan
         made: list[list[int]] = []
-        while not worker.failed.is_set():
-            made += await generate(running)
+        async with asyncio.timeout(WAIT):
+            while not worker.failed.is_set():
+                made += await generate(running)
         await leaves(worker, running)
         made += await generate(running)
         assert all(tokens == expected[n % len(PROMPTS)] for n, tokens in enumerate(made))
@@ -91,7 +93,7 @@ async def test_streams_under_way_go_on_when_their_worker_breaks(
 ) -> None:
     async with split_fleet(folder, {"decode": [1, 1]}) as running:
         streams = asyncio.create_task(generate(running))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while not all(worker._engine.requests.num_holding for worker in running.workers):
                 await asyncio.sleep(0)
         worker = running.workers[0]
@@ -114,7 +116,7 @@ async def test_a_request_that_has_nan_anywhere_is_refused_and_its_workers_stay_h
             with pytest.raises(InternalError, match="not finite"):
                 await running.generate(token_request([*prompt(30), POISON, *prompt(9)], 8))
         assert await beside == expected
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             while any(worker._canary._is_running for worker in running.workers):
                 await asyncio.sleep(0.01)
         for worker in running.workers:

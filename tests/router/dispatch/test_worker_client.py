@@ -15,6 +15,7 @@ from tandem.router.dispatch.worker_client import WorkerClient, WorkerStream
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
 from tandem.tests.router.pieces import pieces
+from tandem.tests.waits import WAIT
 
 WORKER = ("d0", 1)
 
@@ -48,7 +49,7 @@ async def connected() -> AsyncIterator[tuple[FakeWorker, WorkerClient, list[int]
         WORKER, worker.address, IDENTITY, lambda message: loads.append(message.load.num_waiting)
     )
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT):
             yield worker, client, loads
     finally:
         await client.close()
@@ -273,7 +274,7 @@ async def test_a_client_closed_before_its_session_began_breaks_too() -> None:
         WORKER, "127.0.0.1:1", IDENTITY, lambda message: None, lambda: breaks.append(True)
     )
     reader = Reader(client, "a")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         await client.close()
         assert await reader.next() is None
     assert breaks == [True]

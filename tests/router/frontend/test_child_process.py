@@ -7,6 +7,7 @@ import threading
 import psutil
 
 from tandem.router.frontend.child_process import ChildProcess
+from tandem.tests.waits import WAIT
 
 LARGE = b"x" * 2**24  # more than a socket holds
 
@@ -26,7 +27,7 @@ def test_a_message_to_a_process_that_does_not_read_has_a_deadline() -> None:
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(60)
+    asking.join(WAIT)
     try:
         assert errors == [TimeoutError]
         assert not process.is_running()

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.proto.errors import Overloaded
 from tandem.router.frontend.fair_threads import FairThreads
+from tandem.tests.waits import WAIT
 
 
 class Work:
@@ -24,13 +25,13 @@ class Work:
         with self._changed:
             self.began.append(name)
             self._changed.notify_all()
-        self.may_end.acquire()
+        assert self.may_end.acquire(timeout=WAIT)
         return name
 
     async def begun(self, num_tasks: int) -> None:
         def wait() -> bool:
             with self._changed:
-                return self._changed.wait_for(lambda: len(self.began) >= num_tasks, 60)
+                return self._changed.wait_for(lambda: len(self.began) >= num_tasks, WAIT)
 
         assert await asyncio.to_thread(wait)
 
@@ -181,7 +182,7 @@ def test_several_event_loops_share_the_threads(work: Work) -> None:
     for each in loops:
         each.start()
     for each in loops:
-        each.join()
+        each.join(WAIT)
     assert (
         sorted(found)
         == sorted(f"{turn}{i}" for turn in "abcd" for i in range(10))

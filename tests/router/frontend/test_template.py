@@ -1,7 +1,6 @@
 """Tests that chat templates render as in transformers, and that bad templates are stopped."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -230,10 +229,8 @@ def render(
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_template_without_end_is_stopped(renderer: ChildProcess, template: str) -> None:
     renderer.wait()  # a process that was stopped before is replaced first
-    began = time.monotonic()
     with pytest.raises(InvalidArgument, match=r"takes more than 0\.05 seconds"):
         render(renderer, template, {"m": [1, 2]}, 0.05)
-    assert time.monotonic() - began < 5
     assert render(renderer, "{{ 1 }}", {}) == "1"
 
 

@@ -16,6 +16,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.imported import imported
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.tests.waits import WAIT
 
 TEXTS = (
     "",
@@ -151,7 +152,7 @@ async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
 
     def encode_slowly(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) > 100_000:
-            end.wait()
+            assert end.wait(WAIT)
         return encode(self, text, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "_encode", encode_slowly)
@@ -161,7 +162,7 @@ async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
     ]  # of the same caller
     many += [asyncio.create_task(chats.encode_chat(long)) for _ in range(50)]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT / 2):
             assert await loaded.encode("x" * 10_000)
             assert await chats.encode_chat(chat(CHAT))
         assert not any(task.done() for task in many)
@@ -198,13 +199,14 @@ async def test_another_caller_s_chat_waits_for_one_rendering_at_most(
         text: str = variables["conversations"][0][0]["content"]
         rendered.append(text)
         loop.call_soon_threadsafe(has_begun.set)
-        may_end.acquire()
+        assert may_end.acquire(timeout=WAIT)
         return text
 
     monkeypatch.setattr(Tokenizer, "_render", render)
     mine = [chat([{"role": "user", "content": f"m{number}"}]) for number in range(50)]
     many = [asyncio.create_task(tokenizer.encode_chat(each, "mallory")) for each in mine]
-    await has_begun.wait()
+    async with asyncio.timeout(WAIT):
+        await has_begun.wait()
     other = asyncio.create_task(
         tokenizer.encode_chat(chat([{"role": "user", "content": "a"}]), "ada")
     )

@@ -449,10 +449,10 @@ def test_a_large_folder_is_checked_fast(folder: Path) -> None:
     with (folder / SINGLE).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + position)
-    start = time.monotonic()
+    start = time.process_time()  # which other processes do not change
     assert check_checkpoint(folder).vocab_size == size
     open_checkpoint(folder).fingerprint()
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_the_context_is_read_without_the_family(folder: Path) -> None:

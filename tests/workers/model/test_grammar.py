@@ -27,6 +27,7 @@ from tandem.tests.bench.engine import grammar
 from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.chains import CHAINS
 from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep
@@ -406,7 +407,7 @@ def test_checks_from_many_threads_while_grammars_are_in_use(folder: Path) -> Non
     barrier = threading.Barrier(8)
 
     def work(number: int) -> list[bytes]:
-        barrier.wait(30)
+        barrier.wait(WAIT)
         masks = []
         for turn in range(40):
             matcher = grammars.matcher(f'start: "{"ab" * (turn % 20 + 1)}"')

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.helpers import Driver, check_close, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
@@ -34,9 +35,9 @@ class ThreadGroup:
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._box[self.rank] = x.clone()
-        self._barrier.wait(30)
+        self._barrier.wait(WAIT)
         gathered = list(self._box)
-        self._barrier.wait(30)
+        self._barrier.wait(WAIT)
         return gathered
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

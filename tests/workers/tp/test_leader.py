@@ -15,6 +15,7 @@ from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.peers import IDENTITY, STRANGER
 from tandem.tests.service import expected_tokens
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 
 PROMPT = [(17 * i) % 400 + 3 for i in range(40)]
 CONTROL = "/tandem.v1.Rank/Control"
@@ -60,7 +61,7 @@ async def test_a_second_leader_is_refused_and_changes_nothing(tiny_model: Path) 
         async with PeerChannel(rank.address, IDENTITY) as channel:
             for _ in range(3):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(WAIT):
                         await rank_stub(channel).Control().read()
                 assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
         await check_whole(fleet, expected)

@@ -11,6 +11,7 @@ from tandem.proto import worker_pb2
 from tandem.tests.fleet import split_fleet
 from tandem.tests.service import expected_tokens
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.workers.tp.kv_group import KvGroup
 from tandem.workers.tp.rank_server import LaunchedPlans, RankServer
@@ -53,7 +54,8 @@ async def test_a_command_waits_for_the_plans_that_were_sent_before_it(launches_a
             await asyncio.sleep(0)
         found.append(list(targets.sequences))
         await asyncio.to_thread(server._plans.add)
-    await reading
+    async with asyncio.timeout(WAIT):
+        await reading
     assert found == ([[1], [1], [1, 2, 3]] if launches_ahead else [[1, 2, 3]] * 3)
     server._kv = None  # nothing to close
     await server.stop()

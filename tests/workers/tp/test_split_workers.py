@@ -27,6 +27,7 @@ from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.peers import peer_channel
 from tandem.tests.service import expected_tokens
 from tandem.tests.token_request import token_request
+from tandem.tests.waits import NEVER, START, WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
 from tandem.workers.serve.worker import Worker
@@ -35,7 +36,7 @@ from tandem.workers.tp.rank_server import RankServer
 
 NUM_TOKENS = 16
 SILENCE_SECONDS = 0.8
-AT_ONCE_SECONDS = 4.0  # on a busy machine; less than what else would end the wait
+AT_ONCE_SECONDS = 25.0  # on a busy machine; a collective would end the wait after 30
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +219,14 @@ async def test_a_handle_that_one_rank_could_not_fetch_serves_another_group(
 async def test_a_lost_rank_takes_its_worker_down_at_once_and_no_other(
     split_model: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    async with split_fleet(split_model, {"prefill": [], "decode": [2, 1]}) as fleet:
+    tp = {"prefill": [], "decode": [2, 1]}
+    async with split_fleet(split_model, tp, silence_seconds=NEVER) as fleet:
         split, whole = fleet.workers
-        async with asyncio.timeout(20):
-            await generate(fleet, prompts[0])
+        await generate(fleet, prompts[0])
+        async with asyncio.timeout(WAIT):
             await fleet.ranks[0].stop()
-            began = time.monotonic()
+        async with asyncio.timeout(AT_ONCE_SECONDS):
             await split.failed.wait()
-        assert time.monotonic() - began < AT_ONCE_SECONDS
         with pytest.raises(RuntimeError, match="failed"):
             split.check_health()
         fleet.workers.remove(split)
@@ -264,7 +265,8 @@ async def split_over_two_processes(
     )
     try:
         assert rank.stdout is not None
-        address = (await rank.stdout.readline()).decode().strip()
+        async with asyncio.timeout(START):
+            address = (await rank.stdout.readline()).decode().strip()
         settings = worker_config(
             str(split_model), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds
         )
@@ -272,29 +274,30 @@ async def split_over_two_processes(
         try:
             yield worker, rank
         finally:
-            await worker.stop()
+            async with asyncio.timeout(WAIT):
+                await worker.stop()
     finally:
         with suppress(ProcessLookupError):
             rank.kill()
-        await rank.wait()
+        async with asyncio.timeout(WAIT):
+            await rank.wait()
 
 
 @pytest.mark.parametrize(
-    ("how", "silence_seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, SILENCE_SECONDS)]
+    ("how", "silence_seconds"), [(signal.SIGKILL, NEVER), (signal.SIGSTOP, 5.0)]
 )
 async def test_a_killed_or_silent_rank_is_noticed_at_once(
     split_model: Path, how: signal.Signals, silence_seconds: float
 ) -> None:
     async with split_over_two_processes(split_model, silence_seconds) as (worker, rank):
+        assert not worker.failed.is_set()
         rank.send_signal(how)
-        began = time.monotonic()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(AT_ONCE_SECONDS):
             await worker.failed.wait()
-        assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
 async def test_a_rank_that_is_paused_for_less_than_the_silence_stays(split_model: Path) -> None:
-    async with split_over_two_processes(split_model, 60.0) as (worker, rank):
+    async with split_over_two_processes(split_model, NEVER) as (worker, rank):
         rank.send_signal(signal.SIGSTOP)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.5):
@@ -308,12 +311,14 @@ async def test_a_rank_that_is_paused_for_less_than_the_silence_stays(split_model
 
 
 async def test_a_rank_ends_with_its_rank_0(split_model: Path) -> None:
-    settings = worker_config(str(split_model), dtype="float32", kv_cache_bytes=2**22)
+    settings = worker_config(
+        str(split_model), dtype="float32", kv_cache_bytes=2**22, silence_seconds=NEVER
+    )
     rank = await RankServer.start(settings.rank)
     worker = await Worker.start(settings, worker_id="split", ranks=[rank.address])
     assert not rank.ended.is_set()
     await worker.stop()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(WAIT):
         await rank.ended.wait()
     await rank.stop()
 
@@ -321,7 +326,7 @@ async def test_a_rank_ends_with_its_rank_0(split_model: Path) -> None:
 async def test_a_rank_that_cannot_load_ends_the_start(split_model: Path) -> None:
     # Afterwards rank 0's thread waits for the other rank's store until the start's timeout.
     settings = worker_config(
-        str(split_model), dtype="float32", kv_cache_bytes=2**22, start_seconds=5.0
+        str(split_model), dtype="float32", kv_cache_bytes=2**22, start_seconds=15.0
     )
     rank = await RankServer.start(replace(settings.rank, kv_cache_bytes=1))
     with pytest.raises(RankLost):
@@ -334,7 +339,7 @@ async def test_without_any_worker_left_requests_are_refused(
 ) -> None:
     async with split_fleet(split_model, {"decode": [2]}, park_seconds=0.1) as fleet:
         await fleet.ranks[0].stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
             await fleet.workers[0].failed.wait()
         with pytest.raises(Unavailable):
             await generate(fleet, prompts[0])

@@ -10,6 +10,7 @@ import grpc.aio
 
 from tandem.proto import worker_pb2
 from tandem.proto.channel import PeerChannel
+from tandem.tests.waits import WAIT
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.store import KvStore
 from tandem.workers.kv_cache.tables import SequenceKv, TableBlocks
@@ -53,7 +54,7 @@ def sender_of(
     released: list[int] | None = None,
     *,
     lease_seconds: float | None = 30.0,
-    stall_seconds: float = 5.0,
+    stall_seconds: float = WAIT,
     frame_hook: FrameHook | None = None,
 ) -> KvSender:
     """Sends from this memory; what it releases goes to the list."""
@@ -97,6 +98,9 @@ class Call:
                     self._answers.put_nowait(frame)
         except TransferError as error:
             self.error = error
+        except Exception:
+            self._answers.put_nowait(grpc.aio.EOF)  # or the receiver would wait for ever
+            raise
         self._answers.put_nowait(grpc.aio.EOF)
 
     async def _incoming(self) -> AsyncIterator[bytes]:
@@ -139,7 +143,10 @@ class Calls:
 
     async def ended(self) -> None:
         """Returns when no sender serves a connection any more."""
-        await asyncio.gather(*(call.serving for _, call in self.connects), return_exceptions=True)
+        async with asyncio.timeout(WAIT):
+            await asyncio.gather(
+                *(call.serving for _, call in self.connects), return_exceptions=True
+            )
 
     def channel(self, endpoint: str) -> PeerChannel:
         return cast(PeerChannel, _Channel(lambda method: self._open(endpoint, method)))

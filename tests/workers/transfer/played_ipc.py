@@ -9,6 +9,7 @@ import msgpack
 import pytest
 import torch
 
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.stream_model import Event, StreamModel
 from tandem.workers.host.streams import BlockOrder, DeviceData
 from tandem.workers.kv_cache.layout import KvSpan
@@ -62,7 +63,7 @@ class Held:
 
         def synchronize(event: Event) -> None:
             self.reached.set()
-            assert self.let_go.wait(30)
+            assert self.let_go.wait(WAIT)
             true(event)
 
         patch.setattr(Event, "synchronize", synchronize)

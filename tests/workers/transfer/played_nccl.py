@@ -2,15 +2,14 @@
 
 import os
 import types
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
 
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.stream_model import Event, Stream, StreamModel, joined
 from tandem.workers.transfer.backend import open_group
-
-_SECONDS: Final = 30.0
 
 
 class _Work:
@@ -60,7 +59,7 @@ def play_nccl(patch: pytest.MonkeyPatch, model: StreamModel) -> list[int]:
                     rank=self._rank,
                     size=2,
                     host="127.0.0.1",
-                    timeout=_SECONDS,
+                    timeout=WAIT,
                 )
             self._stream.clock = joined((self._stream.clock, model.current.clock))
             with model.stream(self._stream):

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.stream_model import Event, RecordingOrder, StreamModel, put_on_gpu
 from tandem.tests.workers.transfer.played_nccl import play_nccl
@@ -96,7 +97,7 @@ async def test_the_event_loop_runs_while_the_gpu_reads(
 ) -> None:
     ended = threading.Event()
     in_time: list[bool] = []
-    monkeypatch.setattr(Event, "synchronize", lambda event: in_time.append(ended.wait(10)))
+    monkeypatch.setattr(Event, "synchronize", lambda event: in_time.append(ended.wait(WAIT)))
     kv = memory(1)
     put_on_gpu(kv, RecordingOrder(NUM_BLOCKS, model))
     reading = asyncio.ensure_future(kv.read(TableBlocks((3, 1)), span(kv, 0, 8)))

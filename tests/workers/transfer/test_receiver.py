@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 
 from tandem.proto.channel import PeerChannel
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import LAYOUT, handle, one_table
@@ -67,7 +68,8 @@ class PlayedCall:
         self.written.append(decode(frame)[1])
 
     async def read(self) -> object:
-        return await self.reads.get()
+        async with asyncio.timeout(WAIT):
+            return await self.reads.get()
 
     async def code(self) -> None:
         await asyncio.shield(self.ended)
@@ -141,6 +143,11 @@ class Side:
     ) -> None:
         self.calls[f"rank {rank}"].reads.put_nowait(encode(key, message, payload))
 
+    async def entered(self) -> None:
+        """Waits until all has arrived."""
+        async with asyncio.timeout(WAIT):
+            await self.inside.wait()
+
     def written(self) -> bytes:
         return bytes(read_now(self.kv, (1,), span(self.kv, 0, 2)))
 
@@ -161,7 +168,7 @@ async def test_a_whole_transfer_is_acknowledged_when_the_context_ends_well() -> 
     side.place()
     side.send(DATA, PAYLOAD)
     side.send(COMMIT)
-    await side.inside.wait()
+    await side.entered()
     assert side.written() == PAYLOAD
     await turns()
     assert (side.num_acks, side.call.half_closed, side.receiver.num_closing) == (0, False, 0)
@@ -177,7 +184,7 @@ async def test_a_whole_transfer_is_acknowledged_when_the_context_ends_well() -> 
     assert isinstance(side.call.written[-1], Ack)
     assert (side.num_acks, side.call.half_closed) == (1, True)
     side.call.ended.set_result(None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         while side.receiver.num_closing:
             await asyncio.sleep(0)
     assert not side.call.cancelled
@@ -190,7 +197,7 @@ async def test_a_context_that_ends_badly_acknowledges_nothing(how: str) -> None:
     for rank in (0, 1):
         side.send(HALF, PAYLOAD[:192], rank=rank)
         side.send(COMMIT, rank=rank)
-    await side.inside.wait()
+    await side.entered()
     if how == "cancel":
         side.fetch.cancel()
     else:
@@ -207,7 +214,7 @@ async def test_an_ack_that_finds_the_stream_broken_is_no_fault() -> None:
     side.place()
     side.send(DATA, PAYLOAD)
     side.send(COMMIT)
-    await side.inside.wait()
+    await side.entered()
     side.call.ended.set_result(None)
     side.leave.set_result(None)
     assert (await side.fetch)[0] == FIRST_TOKENS

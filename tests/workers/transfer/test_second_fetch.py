@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tandem.proto import worker_pb2
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.transfer.test_unequal import Transfer, layout_of, turns
 from tandem.workers.transfer.frames import Data, TransferError, decode
 
@@ -29,10 +30,12 @@ async def fails(transfer: Transfer, fault: str) -> None:
     if fault == "cancelled":
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await fetching
+            async with asyncio.timeout(WAIT):
+                await fetching
     else:
         with pytest.raises(TransferError):
-            await fetching
+            async with asyncio.timeout(WAIT):
+                await fetching
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shared", "gloo"])
@@ -60,7 +63,8 @@ async def test_another_worker_fetches_what_the_first_could_not(
     fetching = asyncio.create_task(transfer.fetch(SECOND))
     await turns()
     transfer.complete()
-    assert (await fetching).transfer_bytes
+    async with asyncio.timeout(WAIT):
+        assert (await fetching).transfer_bytes
     transfer.check([SECOND])
     await transfer.disconnect()
     assert (transfer.num_acks, transfer.released) == (1, [1])

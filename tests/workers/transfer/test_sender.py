@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import EPOCH, LAYOUT, one_table, sender_of
@@ -65,7 +66,7 @@ class Side:
 
     async def answers(self) -> list[Message]:
         """All that it sends until the stream has ended well."""
-        async with aclosing(self.sender.serve(self.incoming())) as frames:
+        async with asyncio.timeout(WAIT), aclosing(self.sender.serve(self.incoming())) as frames:
             return [decode(frame)[1] async for frame in frames]
 
 
@@ -89,7 +90,7 @@ async def test_a_stream_that_ends_without_an_ack_starts_the_lease_again() -> Non
     side.said.put_nowait(None)
     assert isinstance((await side.answers())[-1], Commit)
     assert (side.released, side.sender.num_offers, side.sender.num_streams) == ([], 1, 0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         while side.sender.num_offers:
             await asyncio.sleep(0.005)
     assert side.released == [1]
@@ -224,7 +225,7 @@ async def test_another_epoch_or_id_is_gone(change: dict[str, object]) -> None:
 async def test_a_fault_in_what_the_receiver_says_releases_nothing(
     position: int, fault: str
 ) -> None:
-    side = Side(stall_seconds=0.05)
+    side = Side(stall_seconds=0.05 if fault == "silence" else WAIT)
     side.finish()
     frames = [encode(side.key, message) for message in (OPEN, PULL, Ack())]
     if fault == "flip":
@@ -249,7 +250,7 @@ async def test_a_fault_in_what_the_receiver_says_releases_nothing(
 async def test_a_lease_that_nobody_uses_ends() -> None:
     side = Side(lease_seconds=0.02)
     side.finish()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT):
         while side.sender.num_offers:
             await asyncio.sleep(0.005)
     assert side.released == [1]
@@ -263,15 +264,18 @@ async def test_an_open_stream_pins_the_cache_and_its_end_starts_the_lease() -> N
     side.finish()
     side.say(OPEN)
     stream = asyncio.create_task(side.answers())
-    async with asyncio.timeout(5):
+    left: list[int] = []
+    # Called before any timer that begins with the end of the stream, however late it is called.
+    stream.add_done_callback(lambda _: left.append(side.sender.num_offers))
+    async with asyncio.timeout(WAIT):
         while not side.sender.num_streams:
             await asyncio.sleep(0)
     await asyncio.sleep(0.15)  # three leases long
     assert side.released == []
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
-    assert side.sender.num_offers == 1
-    async with asyncio.timeout(5):
+    assert left == [1]
+    async with asyncio.timeout(WAIT):
         while side.sender.num_offers:
             await asyncio.sleep(0.005)
     assert side.released == [1]

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
+from tandem.tests.waits import WAIT, line_of
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer.played import (
     EPOCH,
@@ -88,7 +89,7 @@ class P2pGroup:
         self.sender = sender_of(self.source, transports, self.released, frame_hook=self._spy)
         self.calls = Calls({"there": self.sender})
         context = TransferContext(kv=self.target, transports=transports)
-        self.receiver = KvReceiver(context, stall_seconds=5, channel=self.calls.channel)
+        self.receiver = KvReceiver(context, stall_seconds=WAIT, channel=self.calls.channel)
 
     async def _spy(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in self.hook(frames) if self.hook else frames:
@@ -112,11 +113,12 @@ class P2pGroup:
             self.sender.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)
         self.sender.complete(1, FirstTokens(tokens=(42,)))
-        try:
-            return await fetching
-        finally:
-            await self.receiver.connections.close()
-            await self.calls.ended()
+        async with asyncio.timeout(WAIT):
+            try:
+                return await fetching
+            finally:
+                await self.receiver.connections.close()
+                await self.calls.ended()
 
     async def _fetch(
         self, offered: worker_pb2.KvHandle, target: asyncio.Future[FetchTarget]
@@ -396,9 +398,8 @@ def sender_process() -> Iterator[tuple[dict[str, Any], BlockTable]]:
         "print(json.dumps([found, entry, number]), flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        found, entry, number = json.loads(child.stdout.readline())
         try:
+            found, entry, number = json.loads(line_of(child))
             yield (
                 found | {"token": bytes.fromhex(found["token"])},
                 BlockTable(first=0, entry=entry, number=number),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from tandem.proto import worker_pb2
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import CacheGroup, KvLayout, KvSpan, LayerGeometry, StatePart
@@ -142,7 +143,7 @@ class Groups:
 
     def _receiver(self, store: ArrayKv) -> KvReceiver:
         calls = Calls(dict(zip(self.endpoints, self.senders, strict=True)))
-        return KvReceiver(TransferContext(kv=store), stall_seconds=5, channel=calls.channel)
+        return KvReceiver(TransferContext(kv=store), stall_seconds=WAIT, channel=calls.channel)
 
     def heads(self, group: CacheGroup, tp: int, rank: int) -> list[int]:
         return list(kv_heads(group.part.num_heads, group.part.num_kv_heads, tp, rank))
@@ -225,7 +226,7 @@ async def test_a_state_leaves_when_the_last_chunk_has_passed_its_layer() -> None
         (16, NUM_TOKENS, 4, (True, True)),
     ):
         sender.progress(1, num_ready, num_ahead, num_layers)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT):
             while (arrived(0), arrived(1)) != expected:
                 await asyncio.sleep(0)
         for _ in range(50):  # nothing more comes
@@ -233,7 +234,8 @@ async def test_a_state_leaves_when_the_last_chunk_has_passed_its_layer() -> None
         assert (arrived(0), arrived(1)) == expected
     assert not fetching.done()
     groups.complete()
-    await fetching
+    async with asyncio.timeout(WAIT):
+        await fetching
     assert groups.differing(0) == set()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.spans import read_now, span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import (
@@ -136,7 +137,8 @@ class Transfer:
         self.calls.append(Calls(dict(zip(self.endpoints, self.senders, strict=True))))
         transports = ("shared", "ipc", "gloo", "nixl")
         context = TransferContext(kv=self.targets[-1], transports=transports)
-        self.receivers.append(KvReceiver(context, stall_seconds=5, channel=self.calls[-1].channel))
+        channel = self.calls[-1].channel
+        self.receivers.append(KvReceiver(context, stall_seconds=WAIT, channel=channel))
         self.before.append(self.cache(len(self.targets) - 1))
 
     def _store(self, tp: int, rank: int, block_size: int, *, is_target: bool = False) -> PagedKv:
@@ -192,7 +194,8 @@ class Transfer:
         ):
             assert first_tokens == FIRST_TOKENS
             if arrived:
-                await arrived.wait()
+                async with asyncio.timeout(WAIT):
+                    await arrived.wait()
             assert self.num_acks == 0
         return received
 
@@ -206,8 +209,8 @@ class Transfer:
         self.progress(20)
         await turns()
         self.complete()
-        fetched = await asyncio.gather(*fetches)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT):
+            fetched = await asyncio.gather(*fetches)
             while sum(receiver.num_closing for receiver in self.receivers):
                 await asyncio.sleep(0)
         assert not any(call.cancelled for calls in self.calls for _, call in calls.made)
@@ -215,8 +218,9 @@ class Transfer:
         return fetched
 
     async def disconnect(self) -> None:
-        await asyncio.gather(*(receiver.connections.close() for receiver in self.receivers))
-        await asyncio.gather(*(calls.ended() for calls in self.calls))
+        async with asyncio.timeout(WAIT):
+            await asyncio.gather(*(receiver.connections.close() for receiver in self.receivers))
+            await asyncio.gather(*(calls.ended() for calls in self.calls))
 
     @property
     def num_acks(self) -> int:
