@@ -50,7 +50,7 @@ matrix: .venv/.installed  ## run only the whole fault matrix; `make test` runs e
 pods: .venv/.installed  ## run only the tests of k8s/, with pods as network namespaces, as root; ends each pod while streams run
 	$(BIN)/pytest -m pods tests/k8s
 
-check: .venv/.installed  ## lint, format, types, security rules, architecture, language, generated code, protobuf style
+check: .venv/.installed  ## check lint, format, types, security rules, architecture, language, generated code, protobuf style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.venv/typing $(BIN)/mypy -p tandem
@@ -74,7 +74,7 @@ format: .venv/.installed  ## format the code, and apply the automatic fixes of r
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-proto: .venv/.installed  ## generate the modules of proto/ from the .proto files
+proto: .venv/.installed  ## generate the modules in proto/ from the .proto files
 	$(BIN)/python proto/generate.py
 
 wheel: .venv/.installed  ## build the wheel and the sdist in dist/; the C kernels are compiled at their first use
