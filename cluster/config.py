@@ -259,7 +259,7 @@ class TandemConfig(BaseModel):
     chat_template: ChatTemplate | None = None
     speculative: SpeculativeConfig | None = None  # None: a step makes one token of a sequence
     # Transports of KV cache between workers, preferred to gRPC in this order; two workers use the
-    # first that both have. None: shared memory (within a host) on CPUs, and only gRPC on GPUs.
+    # first that both have. None: shared memory on CPUs and CUDA IPC on GPUs, both within a host.
     kv_transports: Transports | None = None
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
     # The time in which running streams may end when the service stops.
