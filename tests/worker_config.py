@@ -16,7 +16,7 @@ def worker_config(model: str = "", **values: Any) -> WorkerConfig:
 
     KV cache that a request has left is not freed by its lease alone, unless a test says so.
     """
-    values = {"lease_seconds": NEVER} | values
+    values.setdefault("lease_seconds", NEVER)
     if isinstance(values.get("speculative"), dict):
         values["speculative"] = SpeculativeConfig(**values["speculative"])
     budgets = {

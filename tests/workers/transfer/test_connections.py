@@ -587,7 +587,7 @@ async def test_a_message_of_a_length_that_no_frame_has_is_not_waited_for(num_byt
 
 @asynccontextmanager
 async def two_ends() -> AsyncIterator[tuple[P2pGroup, CollectiveConnector]]:
-    pair = P2pGroup.listen("127.0.0.1", timeout=connections.CONNECT_SECONDS)
+    pair = P2pGroup.listen("127.0.0.1", timeout=WAIT)
     accepting = asyncio.create_task(pair.accept())
     context = TransferContext(kv=memory(1), transports=("gloo",))
     receiving = await CollectiveConnector.connect(context, "gloo", {"address": pair.address})
