@@ -303,7 +303,8 @@ class HangGuard:
         faulthandler.cancel_dump_traceback_later()
 
     def pytest_unconfigure(self) -> None:
-        self._arm(HANG_SECONDS)
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # xdist ends its processes when all are done
+            self._arm(HANG_SECONDS)
 
 
 class IoGuard:
