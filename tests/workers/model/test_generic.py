@@ -313,7 +313,9 @@ def test_ours_is_taken_where_there_is_one(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     assert open_checkpoint(folder).config.transformers is None
     assert open_checkpoint(folder, "transformers").config.transformers is not None
-    with pytest.raises(CheckpointError, match="'CohereForCausalLM' is not supported, only "):
+    with pytest.raises(
+        CheckpointError, match="'CohereForCausalLM' is not supported by model_impl tandem, only "
+    ):
         open_checkpoint(make_tiny_decoder(tmp_path / "cohere", "cohere"), "tandem")
 
 
