@@ -229,8 +229,9 @@ class PrefixIndex:
         if cache.is_sparse:
             chain = chain[-1:]  # the other points depend on the worker's cache
         # Reversed, so that the first blocks are the most recently used ones.
-        unreported = [digest for digest in chain if not cache.blocks.get(digest, False)]
-        self._put(cache, reversed(unreported), reported=False)
+        for digest in reversed(chain):
+            if not cache.blocks.get(digest, False):
+                self._put(cache, digest, reported=False)
         self._trim(cache)
 
     def settle(self, worker_id: str, prefix: Prefix) -> None:
@@ -249,8 +250,9 @@ class PrefixIndex:
         if cache is None:
             return
         cache.reports = True
-        self._put(cache, stored, reported=True)
-        self._drop(cache, evicted)
+        for digest in stored:
+            self._put(cache, digest, reported=True)
+        self._drop(cache, [digest for digest in evicted if digest in cache.blocks])
         self._trim(cache)
 
     def check_integrity(self) -> None:
@@ -263,31 +265,24 @@ class PrefixIndex:
         assert held == self._holders
         assert self._names == {cache.bit: worker_id for worker_id, cache in self._caches.items()}
 
-    def _put(self, cache: _Cache, digests: Iterable[bytes], *, reported: bool) -> None:
-        # A router with 1,000 workers puts and drops 60,000 blocks each second, so these two loops
-        # call nothing but dictionaries.
-        blocks, holders, bit = cache.blocks, self._holders, cache.bit
-        for digest in digests:
-            if digest in blocks:
-                blocks.move_to_end(digest)
-            else:
-                # Most blocks are on one worker, and share the number of its bit: with 1,000
-                # workers, a number of its own takes 160 bytes.
-                others = holders.get(digest)
-                holders[digest] = bit if others is None else others | bit
-            blocks[digest] = reported
+    def _put(self, cache: _Cache, digest: bytes, *, reported: bool) -> None:
+        if digest in cache.blocks:
+            cache.blocks.move_to_end(digest)
+        else:
+            # Most blocks are on one worker, and share the number of its bit: with 1,000 workers, a
+            # number of its own takes 160 bytes.
+            holders = self._holders.get(digest)
+            self._holders[digest] = cache.bit if holders is None else holders | cache.bit
+        cache.blocks[digest] = reported
 
     def _drop(self, cache: _Cache, digests: Iterable[bytes]) -> None:
-        """Removes the blocks that the cache holds, ignores others."""
-        blocks, holders, bit = cache.blocks, self._holders, cache.bit
         for digest in digests:
-            if blocks.pop(digest, None) is None:
-                continue
-            held_by = holders[digest]
-            if held_by == bit:
-                del holders[digest]
+            del cache.blocks[digest]
+            holders = self._holders[digest]
+            if holders == cache.bit:
+                del self._holders[digest]
             else:
-                holders[digest] = held_by ^ bit
+                self._holders[digest] = holders ^ cache.bit
 
     def _trim(self, cache: _Cache) -> None:
         while len(cache.blocks) > cache.capacity:
