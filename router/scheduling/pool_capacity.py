@@ -37,7 +37,9 @@ class PoolCapacity:
         self.cost = NEUTRAL_COST  # of KV cache on the workers, which all have the same model
         self._local_prefill_tokens = local_prefill_tokens
         self._pools = {role: Pool(role, workers, speeds, rng) for role in (_PREFILL, _DECODE)}
-        self._stale: set[WorkerState] = set()  # workers to recount
+        # Workers to recount, in order: equal workers are ranked at random as they are counted, so
+        # the order of a set would give another simulation in each process.
+        self._stale: dict[WorkerState, None] = {}
         self._subscribers: list[Callable[[], object]] = []
         self._reserved: dict[str, Capacity] = {}  # by request id
         self._total_reserved = NO_CAPACITY
@@ -125,11 +127,11 @@ class PoolCapacity:
         if self._subscribers:
             self._count(worker)
         else:
-            self._stale.add(worker)
+            self._stale[worker] = None
 
     def remove(self, worker: WorkerState) -> None:
         """Removes the free capacity of a worker that has left."""
-        self._stale.discard(worker)
+        self._stale.pop(worker, None)
         self._pools[worker.info.role].remove(worker.info.worker_id)
 
     def pool(self, role: "worker_pb2.Role") -> Pool:
@@ -144,7 +146,9 @@ class PoolCapacity:
 
     def _count_stale(self) -> None:
         while self._stale:
-            self._count(self._stale.pop())
+            worker = next(iter(self._stale))
+            del self._stale[worker]
+            self._count(worker)
 
     def _count(self, worker: WorkerState) -> None:
         if self._pools[worker.info.role].count(worker):

@@ -243,3 +243,16 @@ def apply_step(
         "s": lambda: registry.update([*others, info(worker_id, role, epoch=amount, draining=True)]),
     }
     actions[kind]()
+
+
+def test_equal_workers_are_ranked_alike_in_each_process() -> None:
+    """The states of the workers have other addresses in each registry."""
+    found = []
+    states = []
+    for number in range(5):
+        registry = WorkerRegistry(rng=random.Random(7), clock=Clock())
+        registry.update([info(f"d{n}", ROLE_DECODE, num_blocks=NUM_BLOCKS) for n in range(100)])
+        states.append(list(registry._workers.values())[number::2])  # their memory is not used again
+        matched = registry._prefixes.match(Prefix(range(160)))
+        found.append(registry.capacity.pool(ROLE_DECODE).select(matched, computes=True))
+    assert found == [found[0]] * 5
