@@ -78,14 +78,12 @@ class Outcome:
     def of(cls, code: int, log: Path) -> Self:
         """Reads a file of FailureLog; the code becomes INTERRUPTED if the run was cut short."""
         failures: dict[str, str] = {}
-        *lines, last = log.read_text().splitlines() if log.exists() else [""]
-        if last != _END:
-            code = pytest.ExitCode.INTERRUPTED
-            lines += [last] if last else []
+        lines = log.read_text().splitlines() if log.exists() else []
         for line in lines:
-            test, text = json.loads(line)
-            failures.setdefault(test, text)
-        return cls(code, failures)
+            if line != _END:
+                test, text = json.loads(line)
+                failures.setdefault(test, text)
+        return cls(code if _END in lines else pytest.ExitCode.INTERRUPTED, failures)
 
 
 def run_pytest(options: tuple[str, ...], log: Path) -> Outcome:

@@ -15,7 +15,6 @@ WAIT: Final = 60.0
 NEVER: Final = 10 * WAIT
 """Seconds of a timeout of the code under test that is not to end anything before WAIT is over."""
 
-
 START: Final = 2 * WAIT
 """Seconds within which a process has started that imports torch and loads a model."""
 

@@ -16,6 +16,11 @@ from ..serve.status import MAX_WAIT_SECONDS, SWITCH_SECONDS, drain_workers, swit
 from ..service_url import STATUS_URL, ServiceAccess
 from . import options as o
 
+_Identity = Annotated[
+    Path | None,
+    typer.Option(help="The file of the service's identity; default: as `tandem serve` kept it."),
+]
+
 
 @o.service_options(STATUS_URL)
 def drain(
@@ -35,12 +40,7 @@ def drain(
             help="Seconds to wait until the workers have no requests.",
         ),
     ] = 30.0,
-    identity: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file of the service's identity; default: as `tandem serve` kept it."
-        ),
-    ] = None,
+    identity: _Identity = None,
 ) -> None:
     """Make workers refuse new requests, and wait until they have no requests.
 
@@ -78,12 +78,7 @@ def role(
             min=0.0, max=MAX_WAIT_SECONDS, help="Seconds to wait for its requests to move."
         ),
     ] = SWITCH_SECONDS,
-    identity: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file of the service's identity; default: as `tandem serve` kept it."
-        ),
-    ] = None,
+    identity: _Identity = None,
 ) -> None:
     """Make a worker prefill or decode.
 

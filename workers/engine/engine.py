@@ -12,6 +12,7 @@ from queue import Full
 from typing import Final
 
 from ...proto.hashing import DIGEST_BYTES
+from ..kv_cache.tables import DISK_NEEDS_DENSE
 from ..step_cost import StepTimes
 from .block_pool import BlockState
 from .config import Budgets, EngineConfig
@@ -61,7 +62,7 @@ class Engine:
         `commit_prefix`. Raises ValueError for a `source` beside windows or state.
         """
         if source is not None and (len(config.tables) > 1 or ResumePoints(config).is_sparse):
-            raise ValueError("kv_disk: needs a model without windows and states; leave it out")
+            raise ValueError(DISK_NEEDS_DENSE)
         self.config = config
         self.requests = RequestTable(config, clock)
         self.scheduler = Scheduler(

@@ -147,6 +147,10 @@ def alignment(tables: Iterable[TableSpec]) -> int:
     return lcm(*(table.block_size for table in tables))
 
 
+DISK_NEEDS_DENSE: Final = "kv_disk: needs a model without windows and states; leave it out"
+"""The error if KV cache on disk is requested for a model that is not dense."""
+
+
 def is_dense(layout: KvLayout, tables: Sequence[TableSpec]) -> bool:
     """Returns True if a prompt continues from every block of a cached prefix.
 

@@ -11,7 +11,7 @@ from ..kv_cache.layout import KvLayout, check_quantized
 from ..kv_cache.memory import plan_memory, state_bytes
 from ..kv_cache.sharding import check_split
 from ..kv_cache.store import slots_of
-from ..kv_cache.tables import TableSpec, held_blocks, moved_bytes
+from ..kv_cache.tables import DISK_NEEDS_DENSE, TableSpec, held_blocks, moved_bytes
 from .config import ModelConfig
 
 # Of a model without attention, whose blocks only name resume points.
@@ -66,7 +66,7 @@ def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
 def check_disk(model: ModelConfig) -> None:
     """Raises ValueError, a one-line message, if blocks on disk cannot continue a prompt alone."""
     if any(layer.window is not None or layer.states for layer in model.layers):
-        raise ValueError("kv_disk: needs a model without windows and states; leave it out")
+        raise ValueError(DISK_NEEDS_DENSE)
 
 
 def check_cache_dtype(config: ModelConfig, cache_dtype: str, device: str = "cpu") -> None:

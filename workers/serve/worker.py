@@ -27,7 +27,7 @@ from ..engine.engine import Engine
 from ..engine.plan import CpuShare
 from ..host.malloc import keep_freed_memory
 from ..kv_cache.store import slots_of
-from ..kv_cache.tables import has_sparse_points, is_dense, token_bytes
+from ..kv_cache.tables import DISK_NEEDS_DENSE, has_sparse_points, is_dense, token_bytes
 from ..model.device import enter_device
 from ..tp.adapters import AdapterCache
 from ..tp.coordinator import TpCoordinator
@@ -240,7 +240,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         disk = None
         if config.kv_disk:
             if not is_dense(rank.kv.layout, rank.kv.tables):
-                raise ValueError("kv_disk: needs a model without windows and states; leave it out")
+                raise ValueError(DISK_NEEDS_DENSE)
             disk = await DiskTier.open(
                 config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients
             )
