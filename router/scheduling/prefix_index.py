@@ -71,7 +71,7 @@ class Matches(Mapping[str, int]):
     ) -> None:
         """`levels`: numbers of tokens, and the bits of the workers with this many.
 
-        The other parameters come from the index, by id, by bit and by pool.
+        The other parameters come from the index: by id, by the number of a bit, and by pool.
         """
         self._levels = sorted(levels, reverse=True)
         self._caches = caches
@@ -92,7 +92,7 @@ class Matches(Mapping[str, int]):
         return next((num_tokens for num_tokens, bits in self._levels if bits & bit), 0)
 
     def __iter__(self) -> Iterator[str]:
-        return (worker_id for _, bits in self._levels for worker_id in self._named(_bits(bits)))
+        return (worker_id for _, bits in self._levels for worker_id in self._named(_numbers(bits)))
 
     def __len__(self) -> int:
         return sum(bits.bit_count() for _, bits in self._levels)
@@ -110,25 +110,25 @@ class Matches(Mapping[str, int]):
             if holding.bit_count() > missing:
                 start = rng.randrange(holding.bit_length())
                 upper = holding >> start << start
-                chosen = [*_bits(upper, missing), *_bits(holding ^ upper, missing)][:missing]
+                chosen = [*_numbers(upper, missing), *_numbers(holding ^ upper, missing)][:missing]
             else:
-                chosen = list(_bits(holding))
+                chosen = list(_numbers(holding))
             found += [(worker_id, num_tokens) for worker_id in self._named(chosen)]
             if len(found) == count:
                 break
         return found
 
-    def _named(self, bits: Iterable[int]) -> Iterator[str]:
+    def _named(self, numbers: Iterable[int]) -> Iterator[str]:
         """Yields the workers of these bits that are still in the index."""
-        return (self._names[bit] for bit in bits if bit in self._names)
+        return (self._names[number] for number in numbers if number in self._names)
 
 
-def _bits(number: int, count: int = -1) -> Iterator[int]:
-    """Yields the lowest `count` bits that are set; all by default."""
-    while number and count:
-        lowest = number & -number
-        yield lowest
-        number ^= lowest
+def _numbers(bits: int, count: int = -1) -> Iterator[int]:
+    """Yields the numbers of the lowest `count` bits that are set; of all by default."""
+    while bits and count:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
         count -= 1
 
 
@@ -137,7 +137,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
-        self._names: dict[int, str] = {}  # worker ids by bit
+        self._names: dict[int, str] = {}  # worker ids by the number of their bit
         self._pools: dict[int, int] = {}  # the bits of the workers in each pool
         # The bits of the workers with this spacing: of contiguous blocks, and of sparse points.
         self._dense: dict[_Spacing, int] = {}
@@ -166,14 +166,13 @@ class PrefixIndex:
         `is_sparse`, of points that each stand for the whole prefix before them.
         """
         self.remove(worker_id)
-        bit = next(
-            1 << index for index in range(len(self._names) + 1) if 1 << index not in self._names
-        )
+        number = next(each for each in range(len(self._names) + 1) if each not in self._names)
+        bit = 1 << number
         spacing = _Spacing(block_size, stride)
         self._caches[worker_id] = _Cache(
             bit, pool, spacing, capacity or DEFAULT_CAPACITY, is_sparse=is_sparse
         )
-        self._names[bit] = worker_id
+        self._names[number] = worker_id
         self._pools[pool] = self._pools.get(pool, 0) | bit
         sizes = self._sparse if is_sparse else self._dense
         sizes[spacing] = sizes.get(spacing, 0) | bit
@@ -184,7 +183,7 @@ class PrefixIndex:
         if cache is None:
             return
         self._drop(cache, list(cache.blocks))
-        del self._names[cache.bit]
+        del self._names[cache.bit.bit_length() - 1]
         self._pools[cache.pool] ^= cache.bit
         sizes = self._sparse if cache.is_sparse else self._dense
         sizes[cache.spacing] ^= cache.bit
@@ -263,7 +262,8 @@ class PrefixIndex:
             for digest in cache.blocks:
                 held[digest] = held.get(digest, 0) | cache.bit
         assert held == self._holders
-        assert self._names == {cache.bit: worker_id for worker_id, cache in self._caches.items()}
+        bits = {worker_id: cache.bit for worker_id, cache in self._caches.items()}
+        assert bits == {worker_id: 1 << number for number, worker_id in self._names.items()}
 
     def _put(self, cache: _Cache, digest: bytes, *, reported: bool) -> None:
         if digest in cache.blocks:
