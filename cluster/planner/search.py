@@ -4,16 +4,19 @@ For each split, arithmetic gives a bound on the rate. A binary search below it f
 highest rate at which the objective is met. Splits that cannot be the best are not searched.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
+from ...proto.errors import InvalidArgument
 from ..sim.cost import ServiceCosts, StepCosts, StepWork
 from ..sim.result import SimulationResult
 from ..sim.service import SimulatedService
-from ..sim.simulate import simulate
+from ..traces.read import TracedRequest
 from .changes import Change, unchanged
+from .simulations import SimulationArguments, Simulations
 from .site import Site, Split, check_workload
 from .workload import Objective, PlannedWorkload
 
@@ -31,8 +34,18 @@ _MOST_KEPT: Final = 100_000
 
 _MOST_WORKERS: Final = 256  # of a pool, as in the configuration of a service
 
-RunKey = tuple[Split, float, float, float, Change]
-"""The arguments of a simulation: split, rate, factors of lengths and of step time, and change."""
+
+class PlannedRun(NamedTuple):
+    """Describes a simulation of a split at a rate in requests/s.
+
+    The factors change all lengths and the time of steps. `change`: in place of the planner's own.
+    """
+
+    split: Split
+    rate: float
+    lengths: float = 1.0
+    step_time: float = 1.0
+    change: Change | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +92,13 @@ class Planner:
         seed: int = 0,
         change: Change = unchanged,
         least_seconds: float = 0.0,
+        simulations: Simulations | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`change` changes every simulated service; `report` gets a line before each search.
 
         The requests are repeated until they arrive for at least `least_seconds`, at any rate.
+        `simulations`: by default one after another, in this process.
         """
         self.site = site
         self.workload = workload
@@ -91,9 +106,10 @@ class Planner:
         self._seed = seed
         self._change = change
         self._least_seconds = least_seconds
+        self._simulations = simulations or Simulations()
         self._report = report
         self._services: dict[Split, tuple[SimulatedService, ServiceCosts]] = {}
-        self._results: dict[RunKey, RateResult] = {}  # the oldest first
+        self._results: dict[PlannedRun, RateResult] = {}  # the oldest first
 
     def search(self, splits: Iterable[Split]) -> list[SplitPlan]:
         """Returns the plans of the splits, those with the fewest devices first.
@@ -109,6 +125,7 @@ class Planner:
             listed = list(group)
             for split in listed:
                 self._service(split)
+            self.expect([PlannedRun(split, self.workload.rate) for split in listed])
             plans = [self._at_given_rate(split) for split in listed]
             if any(each.meets(self.objective) for each in plans):
                 return [*found, *self._with_knees(plans)]
@@ -128,19 +145,38 @@ class Planner:
         step_time: float = 1.0,
         change: Change | None = None,
     ) -> RateResult:
-        """Simulates a split at a rate in requests/s, or returns the result that is still known.
+        """Returns the result of a run of these fields; see `result`."""
+        return self.result(PlannedRun(split, rate, lengths, step_time, change))
 
-        The factors change all lengths and the time of steps. `change`: in place of the usual one.
+    def result(self, planned: PlannedRun) -> RateResult:
+        """Simulates a run, or returns its result if that is still known.
+
         Raises InvalidArgument for a split that cannot be simulated, and for lengths that are not
         measured.
         """
-        key = (split, rate, lengths, step_time, change or self._change)
-        found = self._results.get(key)
+        planned = self._complete(planned)
+        found = self._results.get(planned)
         if found is None:
-            found = self._results[key] = self._simulate(*key)
+            arguments = self._arguments(planned)
+            result = self._simulations.run(planned, arguments)
+            found = self._results[planned] = self._judge(planned.rate, arguments, result)
             while len(self._results) * len(self.workload.requests) > _MOST_KEPT:
                 del self._results[next(iter(self._results))]
         return found
+
+    def expect(self, runs: Sequence[PlannedRun]) -> None:
+        """Lets other processes begin with runs whose results are needed soon, in this order.
+
+        They begin at the end, so that this process and they meet in the middle. Leaves out runs for
+        which `result` raises InvalidArgument.
+        """
+        missing: dict[Hashable, SimulationArguments] = {}
+        for each in reversed(runs):
+            planned = self._complete(each)
+            if planned not in self._results:
+                with suppress(InvalidArgument):
+                    missing[planned] = self._arguments(planned)
+        self._simulations.expect(missing)
 
     def _at_given_rate(self, split: Split) -> SplitPlan:
         """Returns a plan without knee. Simulates nothing if the bound is below the given rate."""
@@ -193,6 +229,10 @@ class Planner:
             low = least
         while high - low > _PRECISION * high:
             middle = (low + high) / 2
+            # The next rate is above or below the middle: other processes begin there.
+            rates = (middle, (middle + high) / 2, (low + middle) / 2)
+            ahead = rates[: 1 + self._simulations.num_others]
+            self.expect([PlannedRun(plan.split, each) for each in ahead])
             if self._is_met(plan.split, middle):
                 low = middle
             elif not low and middle < lowest:  # out of reach at any rate
@@ -205,27 +245,34 @@ class Planner:
         outcome = self.run(split, rate)
         return not outcome.is_saturated and outcome.attainment >= self.objective.attainment
 
-    def _simulate(
-        self, split: Split, rate: float, lengths: float, step_time: float, change: Change
+    def _complete(self, planned: PlannedRun) -> PlannedRun:
+        """Returns a run with a change, so that equal runs are equal keys."""
+        return planned._replace(change=planned.change or self._change)
+
+    def _arguments(self, planned: PlannedRun) -> SimulationArguments:
+        service, costs = self._service(planned.split)
+        workload = self.workload.at_rate(planned.rate).lasting(self._least_seconds)
+        if planned.lengths != 1.0:
+            workload = workload.with_lengths(planned.lengths)
+            check_workload(planned.split, service, costs, workload)
+        if planned.step_time != 1.0:
+            costs = costs.scaled(planned.step_time)
+        change = planned.change or self._change
+        changed = change(service, workload.requests[-1].time)
+        return SimulationArguments(changed, workload.requests, costs, self._seed)
+
+    def _judge(
+        self, rate: float, arguments: SimulationArguments, result: SimulationResult
     ) -> RateResult:
-        service, costs = self._service(split)
-        workload = self.workload.at_rate(rate).lasting(self._least_seconds)
-        if lengths != 1.0:
-            workload = workload.with_lengths(lengths)
-            check_workload(split, service, costs, workload)
-        if step_time != 1.0:
-            costs = costs.scaled(step_time)
-        arrivals_end = workload.requests[-1].time
-        changed = change(service, arrivals_end)
-        result = simulate(changed, workload.requests, costs, self._seed)
-        figures = result.summary(self.objective.limits).figures
-        longest = request_seconds(service, costs, workload)
+        service, requests, costs, _ = arguments
+        arrivals_end = requests[-1].time
+        longest = request_seconds(service, costs, requests)
         allowed = longest + _DRAIN_SECONDS + _DRAIN_SHARE * arrivals_end
-        if changed.faults:  # the last requests may wait for a worker that starts again
+        if service.faults:  # the last requests may wait for a worker that starts again
             allowed += service.park_seconds
         return RateResult(
             rate=rate,
-            attainment=figures["slo_attainment"],
+            attainment=result.summary(self.objective.limits).figures["slo_attainment"],
             is_saturated=result.seconds - arrivals_end > allowed,
             result=result,
         )
@@ -279,7 +326,7 @@ def _uncached_tokens(input_length: int, num_hashes: int) -> int:
 
 
 def request_seconds(
-    service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload
+    service: SimulatedService, costs: ServiceCosts, requests: Sequence[TracedRequest]
 ) -> float:
     """Returns about the seconds of the longest request that waits for nothing.
 
@@ -288,9 +335,10 @@ def request_seconds(
     pool = service.decode
     prefill = costs.prefill if service.prefill else costs.decode
     most = pool.budgets.max_sequences
-    context = min(most * workload.longest, pool.num_blocks * service.block_size)
+    longest = max(each.input_length + each.output_length for each in requests)
+    context = min(most * longest, pool.num_blocks * service.block_size)
     decode_seconds = costs.decode.seconds(StepWork(sequences=most, context_tokens=context))
-    lengths = {(each.input_length, each.output_length) for each in workload.requests}
+    lengths = {(each.input_length, each.output_length) for each in requests}
     return max(
         _prompt_seconds(prefill, num_input, pool.budgets.chunk_tokens)
         + (num_output - 1) * decode_seconds

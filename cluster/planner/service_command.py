@@ -37,7 +37,15 @@ from .report import (
     use_lines,
     verdict,
 )
-from .search import Planner, RateResult, SplitPlan, best_knee, choose, list_splits, other_kind
+from .search import (
+    PlannedRun,
+    Planner,
+    RateResult,
+    SplitPlan,
+    best_knee,
+    choose,
+    other_kind,
+)
 from .service_options import (
     CHANGE,
     DEFAULT_DEVICES,
@@ -46,6 +54,7 @@ from .service_options import (
     parse_objective,
     parse_seconds,
 )
+from .simulations import Simulations
 from .workload import PlannedWorkload
 
 _LEAST_REQUESTS: Final = 10
@@ -105,8 +114,12 @@ def service_command(
         ),
     ] = None,
     tp: Annotated[
-        str, typer.Option(help="Numbers of ranks of a worker to try, such as 1,2,4.")
-    ] = "1",
+        str | None,
+        typer.Option(
+            help="Numbers of ranks of a worker to try, such as 1,2,4. Default: those of --profile, "
+            "otherwise 1."
+        ),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Take the costs from this file of `tandem plan measure`.")
     ] = None,
@@ -169,52 +182,50 @@ def service_command(
         rate, input_len, output_len, trace, length_scale, speed, requests, seed
     )
     seconds = _least_seconds(rules, start_seconds, workload)
-    site, most, tps, config = make_site(model, profile, measure, device, devices, tp, workload)
-    planner = Planner(
-        site,
-        workload,
-        objective,
-        seed=seed,
-        change=with_faults(rules, start_seconds),
-        least_seconds=seconds,
-        report=lambda line: typer.echo(line, err=True),
-    )
-    plans = planner.search(list_splits(most, tps))
-    if not plans:
-        raise InvalidArgument(
-            f"{tp} ranks need more devices than {most}; lower it or raise --devices", "--tp"
+    site, splits, config = make_site(model, profile, measure, device, devices, tp, workload)
+    with Simulations.of(workload.requests) as simulations:
+        planner = Planner(
+            site,
+            workload,
+            objective,
+            seed=seed,
+            change=with_faults(rules, start_seconds),
+            least_seconds=seconds,
+            simulations=simulations,
+            report=lambda line: typer.echo(line, err=True),
         )
-    chosen = choose(plans, objective)
-    sentence = verdict(plans, chosen, workload.rate, objective)
-    typer.echo(sentence)
-    typer.echo(site.description)
-    typer.echo(describe_trace(workload.requests))
-    table_console().print(split_table(plans, workload.rate))
-    if rules:
-        _echo_faults(planner, chosen or best_knee(plans))
-    sensitivity: dict[str, RateResult] = {}
-    scaling: Autoscaling | None = None
-    if chosen is not None and chosen.at_rate is not None:
-        for line in use_lines(chosen.at_rate):
-            typer.echo(line)
-        if autoscale:
-            scaling = _autoscale(planner, chosen, rules, start_seconds)
-        sensitivity = _sensitivity(planner, chosen)
-        table_console().print(sensitivity_table(sensitivity))
-    if json_file is not None:
-        found = plan_json(
-            plans,
-            chosen,
-            sensitivity,
-            source=site.description,
-            sentence=sentence,
-            autoscaling=scaling,
-        )
-        write_text(json_file, json.dumps(found, indent=1) + "\n", "--json")
-    if plot is not None:
-        draw_rates(_curves(planner, plans, chosen), objective, plot)
-    if write is not None:
-        _write(write, config, chosen or best_knee(plans))
+        plans = planner.search(splits)
+        chosen = choose(plans, objective)
+        sentence = verdict(plans, chosen, workload.rate, objective)
+        typer.echo(sentence)
+        typer.echo(site.description)
+        typer.echo(describe_trace(workload.requests))
+        table_console().print(split_table(plans, workload.rate))
+        if rules:
+            _echo_faults(planner, chosen or best_knee(plans))
+        sensitivity: dict[str, RateResult] = {}
+        scaling: Autoscaling | None = None
+        if chosen is not None and chosen.at_rate is not None:
+            for line in use_lines(chosen.at_rate):
+                typer.echo(line)
+            if autoscale:
+                scaling = _autoscale(planner, chosen, rules, start_seconds)
+            sensitivity = _sensitivity(planner, chosen)
+            table_console().print(sensitivity_table(sensitivity))
+        if json_file is not None:
+            found = plan_json(
+                plans,
+                chosen,
+                sensitivity,
+                source=site.description,
+                sentence=sentence,
+                autoscaling=scaling,
+            )
+            write_text(json_file, json.dumps(found, indent=1) + "\n", "--json")
+        if plot is not None:
+            draw_rates(_curves(planner, plans, chosen), objective, plot)
+        if write is not None:
+            _write(write, config, chosen or best_knee(plans))
 
 
 def _least_seconds(
@@ -264,18 +275,21 @@ def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
 
     Leaves out lengths that are not measured, and prints why.
     """
-    rate = planner.workload.rate
-    found = {}
-    for sign in (-1, 1):
-        factor = 1 + sign * CHANGE
-        change = f"{sign * CHANGE:+.0%}"
+    split, rate = chosen.split, planner.workload.rate
+    runs: dict[str, PlannedRun] = {}
+    for factor in (1 - CHANGE, 1 + CHANGE):
+        change = f"{factor - 1:+.0%}"
+        runs[f"lengths {change}"] = PlannedRun(split, rate, lengths=factor)
+        runs[f"rate {change}"] = PlannedRun(split, factor * rate)
+        runs[f"step time {change}"] = PlannedRun(split, rate, step_time=factor)
+    planner.expect(list(runs.values()))
+    found: dict[str, RateResult] = {}
+    for name, planned in sorted(runs.items()):
         try:
-            found[f"lengths {change}"] = planner.run(chosen.split, rate, lengths=factor)
+            found[name] = planner.result(planned)
         except InvalidArgument as error:
-            typer.echo(f"without lengths {change}: {error}", err=True)
-        found[f"rate {change}"] = planner.run(chosen.split, factor * rate)
-        found[f"step time {change}"] = planner.run(chosen.split, rate, step_time=factor)
-    return dict(sorted(found.items()))
+            typer.echo(f"without {name}: {error}", err=True)
+    return found
 
 
 def _curves(
@@ -291,6 +305,7 @@ def _curves(
     shown = [best] if other is None else [best, other]
     top = max(each.knee or 0.0 for each in shown) or best.bound
     rates = [top * (number + 1) / (_PLOTTED - 1) for number in range(_PLOTTED)]
+    planner.expect([PlannedRun(each.split, rate) for each in shown for rate in rates])
     return {str(each.split): [planner.run(each.split, rate) for rate in rates] for each in shown}
 
 

@@ -19,7 +19,8 @@ from ..config import TandemConfig, load_config
 from ..explain.cost import read_model_config
 from ..traces.read import TraceScale, parse_scale, read_trace
 from .profile import LEAST_SECONDS, Profile, read_profile
-from .site import ArithmeticSite, MeasuredSite, Site
+from .search import list_splits
+from .site import ArithmeticSite, MeasuredSite, Site, Split
 from .workload import Objective, PlannedWorkload
 
 CHANGE: Final = 0.1
@@ -74,18 +75,19 @@ def make_site(
     measure: str | None,
     device: str | None,
     devices: int | None,
-    tp: str,
+    tp: str | None,
     workload: PlannedWorkload,
-) -> tuple[Site, int, list[int], TandemConfig]:
-    """Returns the site, its number of devices, the numbers of ranks, and a configuration.
+) -> tuple[Site, list[Split], TandemConfig]:
+    """Returns the site, the splits to plan there, and a configuration.
 
-    Measures this machine if `measure` is given. Raises InvalidArgument.
+    Measures this machine if `measure` is given. Without `devices` and `tp`, the splits are those
+    that were measured. Raises InvalidArgument.
     """
     if sum(each is not None for each in (profile, measure, device)) != 1:
         raise InvalidArgument(
             "give one of --profile, --measure and --device, from which the costs are taken"
         )
-    tps = _parse_tps(tp)
+    tps = _parse_tps(tp or "1")
     if device is not None:
         check_choice("--device", device, DEVICES)
         config = load_config(overrides={"model": model, "device": "cuda"})
@@ -96,7 +98,7 @@ def make_site(
             device=DEVICES[device],
         )
         fitting = [each for each in tps if site.holds(each, workload.longest)]
-        return site, devices or DEFAULT_DEVICES, fitting or tps, config
+        return site, _splits(devices or DEFAULT_DEVICES, fitting or tps), config
     if profile is not None:
         found = read_profile(profile)
     else:
@@ -114,8 +116,24 @@ def make_site(
         }
     )
     found.check_model(config.served_name)
-    most = devices or max(each.workers for each in found.workers) * found.tp
-    return MeasuredSite(found), most, [found.tp] if tp == "1" else tps, config
+    measured = {each.workers for each in found.workers}
+    splits = _splits(devices or max(measured) * found.tp, [found.tp] if tp is None else tps)
+    if devices is None and found.device == "cpu":  # where each number of workers has its own costs
+        splits = [each for each in splits if each.prefill + each.decode in measured]
+    return MeasuredSite(found), splits, config
+
+
+def _splits(num_devices: int, tps: Sequence[int]) -> list[Split]:
+    """Returns all splits on these devices. Raises InvalidArgument without any."""
+    splits = list_splits(num_devices, tps)
+    if not splits:
+        least = min(tps)
+        raise InvalidArgument(
+            f"a worker of {least} ranks needs more devices than {num_devices}; lower it or raise "
+            "--devices",
+            "--tp",
+        )
+    return splits
 
 
 def _check_measurable(devices: int | None, tps: Sequence[int]) -> None:

@@ -51,6 +51,10 @@ class SimulatedRequest:
     timeline: inference_pb2.Timeline
     tenant: str = ""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Lets processes exchange requests; pickle does not know messages of protobuf."""
+        return _restore, (self.record, self.timeline.SerializeToString(), self.tenant)
+
     @property
     def prefill_start(self) -> float:
         """Returns the time at which a worker began with the prompt."""
@@ -97,3 +101,9 @@ class SimulationResult:
             stage: sum(getattr(each.timeline, f"{stage}_seconds") for each in self.requests) / count
             for stage in ("queue", "dispatch", "prefill", "kv_transfer", "decode")
         }
+
+
+def _restore(record: RequestRecord, timeline: bytes, tenant: str) -> SimulatedRequest:
+    return SimulatedRequest(
+        record=record, timeline=inference_pb2.Timeline.FromString(timeline), tenant=tenant
+    )

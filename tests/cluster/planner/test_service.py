@@ -437,6 +437,28 @@ def test_equal_numbers_of_ranks_are_planned_once(profile_file: Path, tmp_path: P
     assert len(json.loads(found.read_text())["splits"]) == 1
 
 
+def test_only_the_measured_numbers_of_workers_are_planned(tmp_path: Path) -> None:
+    path, found = tmp_path / "profile.json", tmp_path / "plan.json"
+    path.write_text(make_profile(2).model_dump_json())
+    run(*SLO, *WORKLOAD, "--profile", str(path), "--json", str(found))
+    splits = json.loads(found.read_text())["splits"]
+    assert {(each["prefill"], each["decode"]) for each in splits} == {(0, 2), (1, 1)}
+    args = [*SLO, *WORKLOAD, "--profile", str(path), "--devices", "2"]
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *args])
+    assert "a split of 1 worker is not measured, only 2" in str(result.exception)
+
+
+def test_the_ranks_of_a_profile_are_the_default(tmp_path: Path) -> None:
+    path, found = tmp_path / "profile.json", tmp_path / "plan.json"
+    profile = make_profile(1).model_copy(update={"tp": 2})
+    path.write_text(profile.model_dump_json())
+    args = (*SLO, *WORKLOAD, "--profile", str(path))
+    run(*args, "--json", str(found))
+    assert [each["tp"] for each in json.loads(found.read_text())["splits"]] == [2]
+    result = CliRunner().invoke(app, ["plan", "service", MODEL, *args, "--tp", "1"])
+    assert "--tp: 1 is not measured, only 2" in str(result.exception)
+
+
 def test_workers_on_cpus_share_one_machine() -> None:
     site = MeasuredSite(make_profile(1, 2))
     assert [site.num_devices(split) for split in list_splits(2, [1])] == [1, 1, 1]

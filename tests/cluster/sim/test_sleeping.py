@@ -25,6 +25,7 @@ TOLERANCE = 0.05
 MAX_LAG_SHARE = 0.02
 SEEDS = 4
 SCALES = (1.0, 2.0, 4.0)  # of all times: a busy machine needs longer steps
+MORE_SCALES = (4.0, 8.0, 16.0)  # for eight workers on the same cores
 
 
 def step_costs(host_seconds: float = HOST_SECONDS) -> StepCosts:
@@ -113,12 +114,22 @@ def compare(workers: int, run: SleepingRun, scale: float) -> tuple[bool, list[st
 
 
 @pytest.mark.io
-def test_a_service_that_sleeps_agrees_with_its_simulation() -> None:
-    for scale in SCALES:
-        requests, tenants = make_requests(2, scale)
-        sleeping = run_sleeping(make_service(2), requests, COSTS.scaled(scale), tenants)
+@pytest.mark.parametrize(
+    ("workers", "scales"),
+    [
+        (2, SCALES),
+        pytest.param(4, MORE_SCALES, marks=[pytest.mark.soak, pytest.mark.timeout(1_800)]),
+    ],
+)
+def test_a_service_that_sleeps_agrees_with_its_simulation(
+    workers: int, scales: Sequence[float]
+) -> None:
+    for scale in scales:
+        requests, tenants = make_requests(workers, scale)
+        sleeping = run_sleeping(make_service(workers), requests, COSTS.scaled(scale), tenants)
         run = asyncio.run(sleeping)
-        agrees, unseen = compare(2, run, scale)
+        print(f"times x {scale:g}, late for {run.lag_share:.1%} of the time")
+        agrees, unseen = compare(workers, run, scale)
         if agrees and not unseen:
             return
         # The figures of a run that the machine has disturbed may be those of any mistake.
@@ -126,4 +137,4 @@ def test_a_service_that_sleeps_agrees_with_its_simulation() -> None:
         assert is_disturbed or not unseen, unseen
     if is_disturbed:
         pytest.skip("the machine is too busy to run a service in real time")
-    pytest.fail(f"no agreement within {TOLERANCE:.0%} in {len(SCALES)} runs")
+    pytest.fail(f"no agreement within {TOLERANCE:.0%} in {len(scales)} runs")
