@@ -1,8 +1,7 @@
 """Runs the whole suite; with `--rerun`, each failed test gets a second run, alone.
 
 Its two halves run at the same time. The tests of whole services wait for half of their time, which
-the tests of the other half use. These have a lower priority, so that the services are as fast as
-alone and the cores are always busy.
+the tests of the other half use.
 
 A test that fails beside others and passes alone is printed under the heading FLAKY with its first
 failure, and does not fail the suite. `make test` runs this module without `--rerun`, continuous
@@ -22,11 +21,8 @@ from typing import Any, Final, Self
 
 import pytest
 
-SHARING: Final = ("--sharing", "--durations", "30", "-n", "4", "--dist", "worksteal")
+SHARING: Final = ("--sharing", "--durations", "30", "-n", "3", "--dist", "worksteal")
 IN_TURN: Final = ("--in-turn", "--durations", "10")
-NICE: Final = ("nice", "-n", "5")
-"""The priority of the tests that share the machine, a third of the services' priority."""
-
 MAX_RERUNS: Final = 30
 """More failures than this have one cause, so running them again tells nothing."""
 
@@ -90,9 +86,9 @@ class Outcome:
         return cls(code if _END in lines else pytest.ExitCode.INTERRUPTED, failures)
 
 
-def run_pytest(options: tuple[str, ...], log: Path, prefix: tuple[str, ...] = ()) -> Outcome:
-    """Runs pytest in a process; `prefix` comes before its command."""
-    return Outcome.of(subprocess.run([*prefix, *command_of(options, log)]).returncode, log)
+def run_pytest(options: tuple[str, ...], log: Path) -> Outcome:
+    """Runs pytest in a process."""
+    return Outcome.of(subprocess.run(command_of(options, log)).returncode, log)
 
 
 def run_halves(first: tuple[str, ...], second: tuple[str, ...], folder: Path) -> list[Outcome]:
@@ -101,7 +97,7 @@ def run_halves(first: tuple[str, ...], second: tuple[str, ...], folder: Path) ->
     with (folder / "output").open("w+") as output:
         command = command_of(second, logs[1])
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as beside:
-            outcome = run_pytest(first, logs[0], NICE)
+            outcome = run_pytest(first, logs[0])
             code = beside.wait()
         output.seek(0)
         shutil.copyfileobj(output, sys.stdout)
