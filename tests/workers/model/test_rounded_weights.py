@@ -99,7 +99,7 @@ def test_a_weight_that_is_not_finite_stays_so(name: str, value: float) -> None:
 def test_a_row_gives_the_same_alone_and_among_any_number_of_rows(
     method: RoundedLinearMethod, group_size: int
 ) -> None:
-    """Some numbers of rows are multiplied in one block, in several, or in several runs of blocks."""
+    """The rows are multiplied in one block, in several, or in several runs of blocks."""
     weight, x = torch.randn(96, 1024), torch.randn(200, 1024).bfloat16()
     method.take(method.round(weight, group_size), None, gated=False)
     alone = torch.cat([method.multiply(x[i : i + 1]) for i in range(len(x))])
