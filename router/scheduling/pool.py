@@ -29,7 +29,7 @@ _NUM_AFFINE: Final = 2
 MAX_CANDIDATES: Final = _NUM_LEAST_LOADED + _NUM_ROOMIEST + _NUM_HOLDERS + _NUM_RANDOM
 """The workers that a placement considers; a pool with no more workers is considered whole."""
 
-MAX_HOLDERS: Final = 16
+MAX_HOLDERS: Final = 64
 """The workers with the longest cached prefix, of which the `_NUM_HOLDERS` best are candidates."""
 
 PER_UNIT: Final = 1_000_000
