@@ -14,7 +14,6 @@ from ...proto.errors import InvalidArgument
 from ..sim.cost import ServiceCosts, StepCosts, StepWork
 from ..sim.result import SimulationResult
 from ..sim.service import SimulatedService
-from ..traces.read import TracedRequest
 from .changes import Change, unchanged
 from .simulations import SimulationArguments, Simulations
 from .site import Site, Split, check_workload
@@ -125,7 +124,8 @@ class Planner:
             listed = list(group)
             for split in listed:
                 self._service(split)
-            self.expect([PlannedRun(split, self.workload.rate) for split in listed])
+            rate = self.workload.rate
+            self.expect([PlannedRun(each, rate) for each in listed if rate < self._bound(each)])
             plans = [self._at_given_rate(split) for split in listed]
             if any(each.meets(self.objective) for each in plans):
                 return [*found, *self._with_knees(plans)]
@@ -170,6 +170,8 @@ class Planner:
         They begin at the end, so that this process and they meet in the middle. Leaves out runs for
         which `result` raises InvalidArgument.
         """
+        if not self._simulations.num_others:
+            return
         missing: dict[Hashable, SimulationArguments] = {}
         for each in reversed(runs):
             planned = self._complete(each)
@@ -180,8 +182,7 @@ class Planner:
 
     def _at_given_rate(self, split: Split) -> SplitPlan:
         """Returns a plan without knee. Simulates nothing if the bound is below the given rate."""
-        service, costs = self._service(split)
-        bound = rate_bound(service, costs, self.workload)
+        bound = self._bound(split)
         rate = self.workload.rate
         if rate < bound:
             self._report(f"simulating {split}")
@@ -250,6 +251,7 @@ class Planner:
         return planned._replace(change=planned.change or self._change)
 
     def _arguments(self, planned: PlannedRun) -> SimulationArguments:
+        """Returns the simulation of a run that `_complete` has returned."""
         service, costs = self._service(planned.split)
         workload = self.workload.at_rate(planned.rate).lasting(self._least_seconds)
         if planned.lengths != 1.0:
@@ -257,8 +259,8 @@ class Planner:
             check_workload(planned.split, service, costs, workload)
         if planned.step_time != 1.0:
             costs = costs.scaled(planned.step_time)
-        change = planned.change or self._change
-        changed = change(service, workload.requests[-1].time)
+        assert planned.change is not None
+        changed = planned.change(service, workload.requests[-1].time)
         return SimulationArguments(changed, workload.requests, costs, self._seed)
 
     def _judge(
@@ -266,7 +268,7 @@ class Planner:
     ) -> RateResult:
         service, requests, costs, _ = arguments
         arrivals_end = requests[-1].time
-        longest = request_seconds(service, costs, requests)
+        longest = request_seconds(service, costs, PlannedWorkload(requests))
         allowed = longest + _DRAIN_SECONDS + _DRAIN_SHARE * arrivals_end
         if service.faults:  # the last requests may wait for a worker that starts again
             allowed += service.park_seconds
@@ -276,6 +278,9 @@ class Planner:
             is_saturated=result.seconds - arrivals_end > allowed,
             result=result,
         )
+
+    def _bound(self, split: Split) -> float:
+        return rate_bound(*self._service(split), self.workload)
 
     def _service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
         """Returns a service with a split's workers, and its costs.
@@ -326,7 +331,7 @@ def _uncached_tokens(input_length: int, num_hashes: int) -> int:
 
 
 def request_seconds(
-    service: SimulatedService, costs: ServiceCosts, requests: Sequence[TracedRequest]
+    service: SimulatedService, costs: ServiceCosts, workload: PlannedWorkload
 ) -> float:
     """Returns about the seconds of the longest request that waits for nothing.
 
@@ -335,10 +340,9 @@ def request_seconds(
     pool = service.decode
     prefill = costs.prefill if service.prefill else costs.decode
     most = pool.budgets.max_sequences
-    longest = max(each.input_length + each.output_length for each in requests)
-    context = min(most * longest, pool.num_blocks * service.block_size)
+    context = min(most * workload.longest, pool.num_blocks * service.block_size)
     decode_seconds = costs.decode.seconds(StepWork(sequences=most, context_tokens=context))
-    lengths = {(each.input_length, each.output_length) for each in requests}
+    lengths = {(each.input_length, each.output_length) for each in workload.requests}
     return max(
         _prompt_seconds(prefill, num_input, pool.budgets.chunk_tokens)
         + (num_output - 1) * decode_seconds

@@ -37,15 +37,7 @@ from .report import (
     use_lines,
     verdict,
 )
-from .search import (
-    PlannedRun,
-    Planner,
-    RateResult,
-    SplitPlan,
-    best_knee,
-    choose,
-    other_kind,
-)
+from .search import PlannedRun, Planner, RateResult, SplitPlan, best_knee, choose, other_kind
 from .service_options import (
     CHANGE,
     DEFAULT_DEVICES,

@@ -46,19 +46,23 @@ def test_a_service_that_keeps_up_is_not_saturated_although_its_batches_are_slow(
 
 
 def test_the_longest_request_is_not_the_one_with_the_longest_prompt() -> None:
-    requests = [
-        TracedRequest(
-            time=float(number),
-            input_length=num_input,
-            output_length=num_output,
-            block_hashes=(),
-            block_tokens=1,
-        )
-        for number, (num_input, num_output) in enumerate([(2000, 2), (16, 500)])
-    ]
+    lengths = [(2000, 2), (16, 500)]
+    workload = PlannedWorkload(
+        [
+            TracedRequest(
+                time=float(number),
+                input_length=num_input,
+                output_length=num_output,
+                block_hashes=(),
+                block_tokens=1,
+            )
+            for number, (num_input, num_output) in enumerate(lengths)
+        ]
+    )
     service, costs = MeasuredSite(make_profile(1)).service(Split(0, 1))
-    assert request_seconds(service, costs, requests[1:]) > 499 * costs.decode.fixed
-    assert request_seconds(service, costs, requests) > 499 * costs.decode.fixed
+    alone = PlannedWorkload(workload.requests[1:])
+    assert request_seconds(service, costs, alone) > 499 * costs.decode.fixed
+    assert request_seconds(service, costs, workload) > 499 * costs.decode.fixed
 
 
 class KnownKnees(Planner):
