@@ -271,7 +271,7 @@ class Planner:
         longest = request_seconds(service, costs, PlannedWorkload(requests))
         allowed = longest + _DRAIN_SECONDS + _DRAIN_SHARE * arrivals_end
         if service.faults:  # the last requests may wait for a worker that starts again
-            allowed += service.park_seconds
+            allowed += service.router.park_seconds
         return RateResult(
             rate=rate,
             attainment=result.summary(self.objective.limits).figures["slo_attainment"],

@@ -151,6 +151,7 @@ class ArithmeticSite:
                 self.cost.config.max_position_embeddings, num_blocks * pool.block_size
             ),
             block_size=pool.block_size,
+            router=config.router,
         )
         steps = self._steps(split.tp, budgets.max_sequences)
         return service, ServiceCosts(

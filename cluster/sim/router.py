@@ -43,22 +43,22 @@ class SimulatedRouter:
         clock = asyncio.get_running_loop().time
         self.time = RouterTime(costs.router_seconds_per_token)
         self.registry = WorkerRegistry(
-            local_prefill_tokens=service.local_prefill_tokens,
+            local_prefill_tokens=service.router.local_prefill_tokens,
             rng=random.Random(seed),
             clock=clock,
         )
         self.admission = Admission(
             self.registry,
-            max_queued_tokens=service.max_queued_tokens,
-            max_queued_requests=service.max_queued_requests,
-            max_queue_seconds=service.max_queue_seconds,
+            max_queued_tokens=service.router.max_queued_tokens,
+            max_queued_requests=service.router.max_queued_requests,
+            max_queue_seconds=service.router.max_queue_seconds,
             clock=clock,
         )
         self.dispatcher = Dispatcher(
             self.registry,
             self.admission,
             identity=identity,
-            park_seconds=service.park_seconds,
+            park_seconds=service.router.park_seconds,
             connect=fabric.connect(self.time),
             clock=clock,
         )

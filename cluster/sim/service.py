@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...workers.engine.config import Budgets
-from ..config import PoolRole
+from ..config import PoolRole, RouterConfig
 from ..scaling.config import ScalingConfig
 
 
@@ -49,11 +49,7 @@ class SimulatedService:
     context_tokens: int
     block_size: int = 16
     routers: int = 1
-    local_prefill_tokens: int = 0
-    max_queue_seconds: float = 30.0
-    max_queued_tokens: int = 1_048_576
-    max_queued_requests: int = 1_024
-    park_seconds: float = 30.0
+    router: RouterConfig = field(default_factory=RouterConfig)  # its bounds and times, no server
     lease_seconds: float = 30.0
     faults: tuple[Fault, ...] = ()
     resizes: tuple[Resize, ...] = ()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from fractions import Fraction
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -54,6 +55,9 @@ class TraceScale:
 
     lengths: Fraction = Fraction(1)  # factor of input lengths, output lengths and blocks
     speed: float = 1.0  # divides times: 0.05 makes the trace 20 times as long
+    # Spreads requests with equal times evenly until the next time. Mooncake's times are rounded to
+    # 3 s: without this, a slowed trace is a series of bursts.
+    spread: bool = False
 
     def apply(self, request: TracedRequest) -> TracedRequest:
         """Returns the scaled request. Raises InvalidArgument if a block has no whole tokens."""
@@ -99,7 +103,24 @@ def read_trace(path: Path, scale: TraceScale = UNSCALED) -> list[TracedRequest]:
     if not requests:
         raise InvalidArgument("has no requests", f"{OPTION}: {path}")
     start = requests[0].time
+    if scale.spread:
+        requests = _spread(requests)
     return [scale.apply(replace(request, time=request.time - start)) for request in requests]
+
+
+def _spread(requests: Sequence[TracedRequest]) -> list[TracedRequest]:
+    """Spreads sorted requests with equal times evenly until the next time.
+
+    The last ones get the interval before them.
+    """
+    groups = [list(group) for _, group in groupby(requests, key=lambda request: request.time)]
+    times = [group[0].time for group in groups]
+    gaps = [later - time for time, later in pairwise(times)] or [0.0]
+    return [
+        replace(request, time=request.time + gap * number / len(group))
+        for group, gap in zip(groups, [*gaps, gaps[-1]][: len(groups)], strict=True)
+        for number, request in enumerate(group)
+    ]
 
 
 def _read_text(path: Path) -> str:

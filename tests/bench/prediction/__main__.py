@@ -34,6 +34,9 @@ def main(
     ),
     attainment: Annotated[float, typer.Option(help="The share that must meet it.")] = 0.95,
     length_scale: Annotated[str, typer.Option(help="A factor for the lengths.")] = "1/8",
+    spread_arrivals: Annotated[
+        bool, typer.Option(help="Spread requests with equal times until the next time.")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="For each load.")] = 600.0,
     rounds: Annotated[int, typer.Option(help="Measurements of each load.", min=1)] = 2,
     searched: Annotated[int, typer.Option(help="Requests with which to find the knee.")] = 400,
@@ -49,7 +52,7 @@ def main(
         seconds=seconds,
         searched=searched,
     )
-    scale = TraceScale(parse_scale(length_scale))
+    scale = TraceScale(parse_scale(length_scale), spread=spread_arrivals)
     out.mkdir(parents=True, exist_ok=True)
     found: list[Comparison] = []
     for split in map(_split, splits.split(",")):
@@ -75,7 +78,10 @@ def _predict(
 ) -> list[Prediction]:
     context = profile.worker(split.prefill + split.decode).context_tokens
     requests, num_dropped = read_fitting(path, scale, context)
-    knee, found = predict(profile, split, _name(path), requests, plan)
+    try:
+        knee, found = predict(profile, split, _name(path), requests, plan)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--slo") from error
     typer.echo(
         f"{split}, {_name(path)}: predicted knee {knee:.3g} requests/s; {num_dropped} requests "
         f"are longer than the context of {context:,} tokens",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import PoolRole
+from tandem.cluster.config import PoolRole, RouterConfig
 from tandem.cluster.scaling.config import ScalingConfig
 from tandem.cluster.sim.result import SimulationResult
 from tandem.cluster.sim.service import Fault, Resize, SimulatedService
@@ -28,6 +28,7 @@ SCALING: dict[str, Any] = {
 TPOT_SECONDS = 0.04
 START_SECONDS = 10.0
 SHORT = (4, 12)
+PATIENT = RouterConfig(max_queue_seconds=86_400)  # refuses nothing
 
 
 def scaled(tpot_seconds: float = TPOT_SECONDS, **fields: Any) -> SimulatedService:
@@ -68,8 +69,8 @@ def test_random_arrivals_at_a_constant_rate_do_not_make_pools_oscillate(rate: fl
 
 def test_requests_that_wait_in_a_burst_count() -> None:
     requests = [*traffic(0.5, 60.0, outputs=SHORT), *traffic(8.0, 40.0, outputs=SHORT, start=60.0)]
-    result = simulate(scaled(max_queue_seconds=1e6), requests, COSTS)
-    fixed = simulate(service(exact=False, max_queue_seconds=1e6), requests, COSTS)
+    result = simulate(scaled(router=PATIENT), requests, COSTS)
+    fixed = simulate(service(exact=False, router=PATIENT), requests, COSTS)
     check_complete(result, requests)
     assert result.queue_seconds["prefill"] > 0  # in the router, where no worker sees them
     ready = 60.0 + SCALING["up_delay_seconds"] + START_SECONDS
@@ -112,7 +113,7 @@ def test_an_operator_who_starts_more_workers_than_needed_causes_one_change_back(
 def test_an_operator_who_stops_needed_workers_gets_them_back_after_the_delay() -> None:
     requests = traffic(3.7, 70.0, inputs=(800, 1600), outputs=SHORT)
     edit = Resize(time=40.0, role="prefill", workers=1)
-    result = simulate(scaled(max_queue_seconds=1e6, resizes=(edit,)), requests, COSTS)
+    result = simulate(scaled(router=PATIENT, resizes=(edit,)), requests, COSTS)
     check_complete(result, requests)
     before = sizes(result, "prefill", 38.0, 39.0)[-1]
     assert before > 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.cluster.config import RouterConfig
 from tandem.cluster.sim.cost import StepCosts, StepWork
 from tandem.cluster.sim.result import SimulationResult
 from tandem.cluster.sim.service import Fault
@@ -58,6 +59,16 @@ def test_one_worker_computes_a_prompt_beside_the_decodes() -> None:
     work = StepWork(sequences=2, context_tokens=26) + StepWork.of_prompt(0, chunk)
     assert chunk < 400
     assert max(result.requests[0].record.gaps) == pytest.approx(STEP.seconds(work), rel=0.05)
+
+
+def test_a_decode_worker_computes_a_short_prompt_as_in_a_service() -> None:
+    """With the bounds that a service has by default: it does not wait behind a long prompt."""
+    bound = RouterConfig().local_prefill_tokens
+    requests = [traced(0.0, 2000, 2), traced(0.1, bound, 2), traced(0.2, bound + 1, 2)]
+    result = simulate(service(), requests, COSTS)
+    long, short, other = result.requests
+    assert not short.timeline.kv_transfer_bytes
+    assert short.record.chunk_times[0] < long.record.chunk_times[0] < other.record.chunk_times[0]
 
 
 def test_equal_blocks_are_computed_once() -> None:

@@ -60,6 +60,28 @@ def test_lengths_blocks_and_times_are_scaled(tmp_path: Path) -> None:
     assert (last.time, last.input_length, last.output_length) == (50.0, 128, 1)
 
 
+@pytest.mark.parametrize(
+    ("times", "spread"),
+    [
+        ([3, 3, 3, 6, 6, 8], [0, 1, 2, 3, 4, 5]),  # the last one has the interval before it
+        ([0, 3, 3], [0, 3, 4.5]),
+        ([2, 2], [0, 0]),  # no other time
+        ([4], [0]),
+    ],
+)
+def test_requests_with_equal_times_are_spread(
+    tmp_path: Path, times: list[float], spread: list[float]
+) -> None:
+    lines = [
+        json.dumps({"timestamp": 1000 * time, "input_length": 1, "output_length": 1})
+        for time in times
+    ]
+    path = write(tmp_path, "\n".join(lines))
+    requests = read_trace(path, TraceScale(speed=0.5, spread=True))
+    assert [each.time / 2 for each in requests] == pytest.approx(spread)
+    assert [each.time for each in read_trace(path)] == [time - times[0] for time in times]
+
+
 @given(st.integers(1, 100_000), st.sampled_from([512, 64, 16]), st.integers(0, 4))
 def test_a_scaled_prompt_keeps_its_number_of_blocks(length: int, block: int, halvings: int) -> None:
     num_blocks = math.ceil(length / block)
