@@ -98,13 +98,13 @@ def quantize(
     measured = _python_reference() if text is None else read_text(text, "--text")
     folder = resolve_model(model)
     # With torch, which takes a second.
-    from ..store.quantize import BITS, QuantizationScheme, quantize_model, roundable_weights
+    from ..store.quantize import BITS, QuantizationScheme, check_roundable, quantize_model
 
     if group_size is None and scheme == "int4":
         group_size = _GROUP_SIZE
     made = QuantizationScheme(bits=BITS[scheme], group_size=group_size)
     # First: a model or a text that cannot be used is refused before hours of work.
-    roundable_weights(folder, made)
+    check_roundable(folder, made, seen)
     before = _perplexity(folder, measured)
     with progress_bar("layers") as update:
         quantize_model(
