@@ -152,13 +152,11 @@ def _check_measurable(devices: int | None, tps: Sequence[int]) -> None:
 
 def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
     """Measures this machine, for sequences as long as the longest of the sensitivity."""
-    from ..store.checked import checked_folder
     from .measure import measure_profile  # with torch, which takes a second
 
     config = load_config(overrides={"model": model})
     return measure_profile(
         config,
-        checked_folder(config),
         workers=_MEASURED_WORKERS,
         seconds=seconds,
         context_tokens=workload.with_lengths(1 + CHANGE).longest,

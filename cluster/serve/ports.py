@@ -13,7 +13,7 @@ import psutil
 
 from ...proto.addresses import bindable_port, why_not_bound
 from ...proto.errors import Unavailable
-from ..config import RouterConfig, TandemConfig
+from ..config import RouterConfig, TandemConfig, check_interface
 
 if TYPE_CHECKING:
     # Imports transformers and every body of the APIs: a second before Ray can start.
@@ -89,7 +89,18 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def check_free(config: TandemConfig, host: str) -> None:
+def local_host(config: TandemConfig) -> str:
+    """Returns the interface of a service on a local Ray.
+
+    Raises InvalidArgument if its routers may not listen there, and Unavailable if a port is taken.
+    """
+    host = config.host or "127.0.0.1"
+    check_interface(config.auth, config.router.bind or host)
+    _check_free(config, host)
+    return host
+
+
+def _check_free(config: TandemConfig, host: str) -> None:
     """Raises Unavailable if a configured port cannot be bound on this machine.
 
     Several routers need no check: each uses another port if its own is in use.

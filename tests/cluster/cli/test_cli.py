@@ -313,3 +313,28 @@ def test_the_environment_is_checked_before_the_model_is_fetched(
     assert err.startswith(
         "error: RAY_ADDRESS: http://127.0.0.1:8265 is an address of Ray's dashboard"
     )
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "reason"),
+    [
+        ("host: 0.0.0.0", 2, "host: 0.0.0.0 is not loopback"),
+        ("host: 192.0.2.1\nauth: {allow_anonymous: true}", 1, "192.0.2.1:0 cannot be bound"),
+        ("decode: {autoscaling: {max_replicas: 2}}", 2, "autoscaling: needs a configuration of"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_the_model_is_fetched(
+    run: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lines: str,
+    code: int,
+    reason: str,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(serve, "resolve_model", lambda *_, **__: pytest.fail("fetched"))
+    file = tmp_path / "service.yaml"
+    file.write_text(f"model: org/name\n{lines}\n")
+    found, out, err = run("serve", "--config", str(file))
+    assert (found, out) == (code, "")
+    assert reason in err
