@@ -460,7 +460,9 @@ def _line(entry: Mapping[str, Any]) -> str:
     path = tuple(entry["loc"])
     match entry["type"]:
         case "value_error":
-            return str(entry["ctx"]["error"])
+            text = str(entry["ctx"]["error"])
+            if not path or text.startswith(str(path[0])):  # it names its key
+                return text
         case "missing":
             text = "missing"
             if path == ("model",):
