@@ -338,3 +338,19 @@ def test_what_cannot_be_launched_is_refused_before_the_model_is_fetched(
     found, out, err = run("serve", "--config", str(file))
     assert (found, out) == (code, "")
     assert reason in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--tp", "3"), ("--context-tokens", "1"), ("--max-sequences", "0")]
+)
+def test_an_error_of_a_batch_names_the_option(
+    run: Callable[..., Done], tiny_model: Path, tmp_path: Path, option: str, value: str
+) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+    )
+    args = ["batch", str(requests), str(tmp_path / "answers.jsonl"), "--model", str(tiny_model)]
+    code, out, err = run(*args, option, value)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {option}: ")
