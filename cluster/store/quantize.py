@@ -122,6 +122,7 @@ class RoundableModel:
     files: list[Path]  # of weights
     names: list[str]  # of the linear maps of the layers, which are rounded
     sequences: torch.Tensor | None  # [sequences, tokens] of the calibration text
+    num_bytes: int  # of the rounded model, without scales
 
 
 def check_roundable(
@@ -140,19 +141,23 @@ def check_roundable(
             "can be rounded"
         )
     names = linear_weights(config)
+    num_bytes = sum(stored.end - stored.begin for stored in checkpoint.tensors.values())
     for name in names:
-        inputs = checkpoint.tensors[f"{name}.weight"].shape[1]
+        weight = checkpoint.tensors[f"{name}.weight"]
+        outputs, inputs = weight.shape
         if inputs % (scheme.group_size or 8):
             raise InvalidArgument(
                 f"{scheme.group_size or 8} does not divide the {inputs} inputs of {name}",
                 "--group-size",
             )
+        num_bytes += outputs * inputs * scheme.bits // 8 - (weight.end - weight.begin)
     return RoundableModel(
         files=sorted({stored.file for stored in checkpoint.tensors.values()}),
         names=names,
         sequences=None
         if calibration is None
         else _sequences(folder, calibration, config.max_position_embeddings),
+        num_bytes=num_bytes,
     )
 
 

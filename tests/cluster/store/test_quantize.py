@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tandem.cluster.cli.main import app
 from tandem.cluster.store import awq, rounding
 from tandem.cluster.store.quantize import QuantizationScheme, _Inputs, quantize_model
 from tandem.cluster.store.rounding import Grid, damp, round_by_gptq, round_to_nearest
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_multimodal import make_tiny_multimodal
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
@@ -294,6 +295,18 @@ def test_what_does_not_fit_is_refused_before_the_first_measurement(
         result = CliRunner().invoke(app, ["quantize", str(folder), str(tmp_path / "out"), *options])
         assert isinstance(result.exception, InvalidArgument | CheckpointError), result.output
         assert reason in str(result.exception)
+
+
+def test_a_disk_without_room_is_refused_before_the_first_measurement(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("tandem.cluster.cli.model._perplexity")
+    free = SimpleNamespace(free=1_000)
+    monkeypatch.setattr("tandem.cluster.cli.model.shutil.disk_usage", lambda _: free)
+    options = ["quantize", str(plain), str(tmp_path / "new" / "out"), "--group-size", "32"]
+    result = CliRunner().invoke(app, options)
+    assert isinstance(result.exception, Unavailable), result.output
+    assert str(result.exception).startswith(f"OUT: {tmp_path} has no room for ")
 
 
 def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
