@@ -36,10 +36,19 @@ STOP_MARGIN_SECONDS: Final = 2.0  # a replica has this time beyond grace_seconds
 _HOST_UTILIZATION: Final = 0.25  # of a host's memory, for KV cache of a default size
 
 
+# The devices whose KV cache each moves. Not from the registry of transports, which imports torch.
+_BUILT_IN_TRANSPORTS: Final = {
+    "shared": ("cpu",),
+    "ipc": ("cuda",),
+    "gloo": ("cpu", "cuda"),
+    "nccl": ("cuda",),
+    "nixl": ("cpu",),
+}
+
+
 def _check_transport(name: str) -> str:
     """Returns the name of an installed transport of KV cache, which workers import."""
-    # Not taken from the registry of transports, which imports torch.
-    known = ["shared", "ipc", "gloo", "nccl", "nixl"]
+    known = list(_BUILT_IN_TRANSPORTS)
     known += sorted(entry_points(group="tandem.kv_connectors").names)
     if name not in known:
         raise PydanticCustomError(
@@ -321,6 +330,12 @@ class TandemConfig(BaseModel):
                     f"quantization: {self.quantization} on cuda needs numerics: fast; its sums "
                     "depend on the batch"
                 )
+        devices = [_BUILT_IN_TRANSPORTS.get(name, (self.device,)) for name in self.transports]
+        if devices and not any(self.device in each for each in devices):
+            raise ValueError(
+                f"kv_transports: {', '.join(self.transports)} cannot move KV cache on "
+                f"{self.device}; leave it out, or give [] for gRPC alone"
+            )
         for name in (self.served_name, *self.aliases):
             if name in self.adapters:
                 raise ValueError(f"adapters.{name}: the model has this name; choose another one")

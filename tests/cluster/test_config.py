@@ -45,7 +45,7 @@ decode: {kv_cache_gb: 0.5}
         ("", ("shared",)),
         ("device: cuda", ("ipc",)),
         ("kv_transports: []", ()),
-        ("{device: cuda, kv_transports: [nixl, shared]}", ("nixl", "shared")),
+        ("{device: cuda, kv_transports: [nixl, nccl]}", ("nixl", "nccl")),
     ],
 )
 def test_kv_cache_goes_by_what_suits_the_device_or_is_said(
@@ -150,6 +150,16 @@ def test_flags_alone_are_enough() -> None:
             "model: m\ndecode: {placement: pack}",
             "decode.placement: must be 'STRICT_PACK', 'PACK', 'SPREAD' or 'STRICT_SPREAD', got "
             "'pack'",
+        ),
+        (
+            "model: m\nkv_transports: [nccl, ipc]",
+            "kv_transports: nccl, ipc cannot move KV cache on cpu; leave it out, or give [] for "
+            "gRPC alone",
+        ),
+        (
+            "{model: m, device: cuda, kv_transports: [nixl]}",
+            "kv_transports: nixl cannot move KV cache on cuda; leave it out, or give [] for gRPC "
+            "alone",
         ),
         (
             "model: m\nkv_transports: [gloo, tcp]",
