@@ -180,6 +180,12 @@ class RouterConfig(BaseModel):
     resources: Resources = {}
     labels: Labels = {}  # of the Ray nodes on which routers may run
 
+    @model_validator(mode="after")
+    def _servers_have_their_own_ports(self) -> Self:
+        if self.grpc_port and self.grpc_port == self.http_port:
+            raise ValueError(f"router.http_port: must differ from grpc_port, {self.grpc_port}")
+        return self
+
 
 class PoolConfig(BaseModel):
     """Configures one pool of workers: their number, ranks, budgets and nodes."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ...proto.addresses import bindable_port, why_not_bound
-from ...proto.errors import Unavailable
+from ...proto.errors import InvalidArgument, Unavailable
 from ..config import RouterConfig, TandemConfig, check_interface
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def port_of(address: str) -> int:
 def local_host(config: TandemConfig) -> str:
     """Returns the interface of a service on a local Ray.
 
-    Raises InvalidArgument if its routers may not listen there, and Unavailable if a port is taken.
+    Raises InvalidArgument if its routers may not listen there or have the port of the status page,
+    and Unavailable if a port is taken.
     """
     host = config.host or "127.0.0.1"
     check_interface(config.auth, config.router.bind or host)
@@ -103,6 +104,8 @@ def local_host(config: TandemConfig) -> str:
 def _check_free(config: TandemConfig, host: str) -> None:
     """Raises Unavailable if a configured port cannot be bound on this machine.
 
+    Raises InvalidArgument if a router has the port of the status page.
+
     Several routers need no check: each uses another port if its own is in use.
     """
     ports = {"status_port": config.status_port or 0}
@@ -110,6 +113,8 @@ def _check_free(config: TandemConfig, host: str) -> None:
         ports["router.grpc_port"] = config.router.grpc_port
         ports["router.http_port"] = config.router.http_port
     for key, port in ports.items():
+        if key != "status_port" and port == config.status_port:
+            raise InvalidArgument(f"must differ from status_port, {port}", key)
         interface = (config.router.bind or host) if key.startswith("router.") else host
         if reason := why_not_bound(interface, port):
             raise Unavailable(f"{key}: {interface}:{port} cannot be bound{reason}")

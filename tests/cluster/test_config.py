@@ -172,6 +172,10 @@ def test_flags_alone_are_enough() -> None:
             "router.grpc_port: must be less than or equal to 65535, got 65536",
         ),
         (
+            "model: m\nrouter: {grpc_port: 8080}",
+            "router.http_port: must differ from grpc_port, 8080",
+        ),
+        (
             "model: m\nrouter: {local_prefill_tokens: -1}",
             "router.local_prefill_tokens: must be greater than or equal to 0, got -1",
         ),

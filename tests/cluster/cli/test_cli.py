@@ -320,6 +320,7 @@ def test_the_environment_is_checked_before_the_model_is_fetched(
     [
         ("host: 0.0.0.0", 2, "host: 0.0.0.0 is not loopback"),
         ("host: 192.0.2.1\nauth: {allow_anonymous: true}", 1, "192.0.2.1:0 cannot be bound"),
+        ("status_port: 8080", 2, "router.http_port: must differ from status_port, 8080"),
         ("decode: {autoscaling: {max_replicas: 2}}", 2, "autoscaling: needs a configuration of"),
     ],
 )
