@@ -36,10 +36,19 @@ STOP_MARGIN_SECONDS: Final = 2.0  # a replica has this time beyond grace_seconds
 _HOST_UTILIZATION: Final = 0.25  # of a host's memory, for KV cache of a default size
 
 
+# The devices whose KV cache each moves. Not from the registry of transports, which imports torch.
+_BUILT_IN_TRANSPORTS: Final = {
+    "shared": ("cpu",),
+    "ipc": ("cuda",),
+    "gloo": ("cpu", "cuda"),
+    "nccl": ("cuda",),
+    "nixl": ("cpu",),
+}
+
+
 def _check_transport(name: str) -> str:
     """Returns the name of an installed transport of KV cache, which workers import."""
-    # Not taken from the registry of transports, which imports torch.
-    known = ["shared", "ipc", "gloo", "nccl", "nixl"]
+    known = list(_BUILT_IN_TRANSPORTS)
     known += sorted(entry_points(group="tandem.kv_connectors").names)
     if name not in known:
         raise PydanticCustomError(
@@ -170,6 +179,12 @@ class RouterConfig(BaseModel):
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
     labels: Labels = {}  # of the Ray nodes on which routers may run
+
+    @model_validator(mode="after")
+    def _servers_have_their_own_ports(self) -> Self:
+        if self.grpc_port and self.grpc_port == self.http_port:
+            raise ValueError(f"router.http_port: must differ from grpc_port, {self.grpc_port}")
+        return self
 
 
 class PoolConfig(BaseModel):
@@ -321,6 +336,12 @@ class TandemConfig(BaseModel):
                     f"quantization: {self.quantization} on cuda needs numerics: fast; its sums "
                     "depend on the batch"
                 )
+        devices = [_BUILT_IN_TRANSPORTS.get(name, (self.device,)) for name in self.transports]
+        if devices and not any(self.device in each for each in devices):
+            raise ValueError(
+                f"kv_transports: {', '.join(self.transports)} cannot move KV cache on "
+                f"{self.device}; leave it out, or give [] for gRPC alone"
+            )
         for name in (self.served_name, *self.aliases):
             if name in self.adapters:
                 raise ValueError(f"adapters.{name}: the model has this name; choose another one")
@@ -460,7 +481,9 @@ def _line(entry: Mapping[str, Any]) -> str:
     path = tuple(entry["loc"])
     match entry["type"]:
         case "value_error":
-            return str(entry["ctx"]["error"])
+            text = str(entry["ctx"]["error"])
+            if not path or text.startswith(str(path[0])):  # it names its key
+                return text
         case "missing":
             text = "missing"
             if path == ("model",):

@@ -35,7 +35,7 @@ class SloClass(BaseModel):
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
         if (self.ttft_ms, self.tpot_ms, self.e2e_ms) == (None, None, None):
-            raise ValueError("slo: a class needs ttft_ms, tpot_ms or e2e_ms")
+            raise ValueError("needs ttft_ms, tpot_ms or e2e_ms")
         return self
 
     def judge(self, timeline: inference_pb2.Timeline) -> SloOutcome:

@@ -154,7 +154,7 @@ ARROWS: dict[str, set[str]] = {
         ),
         "cluster.nodes": ("cluster.config",),
         "cluster.store": (
-            "cluster.config",
+            "cluster: config stop_signals",
             "router: adapters frontend request",
             "workers: kv_cache model",
             "workers.model: adapter_folder config footprint loader registry",

@@ -8,7 +8,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ...proto.errors import InvalidArgument
-from ..traces.read import UNSCALED, TraceScale
+from ..traces.read import UNSCALED, TraceScale, check_scale
 
 WORKLOADS: Final = ("random", "shared-prefix", "file", "trace")
 SCHEMES: Final = ("grpc", "grpcs", "http", "https")
@@ -145,7 +145,6 @@ def check_options(options: BenchOptions) -> BenchOptions:
         ("--prefix-len", workload.prefix_len, 1 if shared else 0, _MAX_COUNT),
         ("--vocab-size", workload.vocab_size, 2, 2**31),
         ("--seed", workload.seed, 0, 2**63),
-        ("--speed", workload.trace_scale.speed, 1e-6, 1e6),
     )
     for option, number, low, high in bounds:
         if number is not None and not low <= number <= high:
@@ -160,6 +159,5 @@ def check_options(options: BenchOptions) -> BenchOptions:
         raise InvalidArgument("--workload file and --file must be given together", "--file")
     if is_trace != (workload.kind == "trace"):
         raise InvalidArgument("--workload trace and --trace must be given together", "--trace")
-    if not is_trace and workload.trace_scale != UNSCALED:
-        raise InvalidArgument("--length-scale and --speed need --trace", "--trace")
+    check_scale(workload.trace_scale, workload.trace)
     return options

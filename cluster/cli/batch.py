@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -16,6 +18,12 @@ from ..tables import progress_bar
 from . import options as o
 
 _CONCURRENCY = 32
+_OPTIONS: Final = {
+    "tensor_parallel_size": "--tp",
+    "max_model_len": "--context-tokens",
+    "max_num_seqs": "--max-sequences",
+}
+"""The options that have another name than their argument of `LLM`."""
 
 
 def batch(
@@ -96,23 +104,38 @@ def batch(
         else:
             from ..local.llm import LLM
 
-            with LLM(
-                model or "",
-                tensor_parallel_size=tp,
-                dtype=dtype,
-                device=device,
-                kv_cache_gb=kv_cache_gb,
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_model_len=context_tokens,
-                max_num_seqs=max_sequences,
-                served_model_name=served_model_name,
-            ) as llm:
+            with (
+                _naming_options(),
+                LLM(
+                    model or "",
+                    tensor_parallel_size=tp,
+                    dtype=dtype,
+                    device=device,
+                    kv_cache_gb=kv_cache_gb,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    max_model_len=context_tokens,
+                    max_num_seqs=max_sequences,
+                    served_model_name=served_model_name,
+                ) as llm,
+            ):
                 counts = llm.answer_batch(found, answers)
     typer.echo(
         f"{counts.total} requests: {counts.skipped} answered before, {counts.answered} now, "
         f"{counts.failed} of these with an error",
         err=True,
     )
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Makes an error name the option instead of the argument of `LLM`."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.field not in _OPTIONS:
+            raise
+        reason = error.message.removeprefix(f"{error.field}: ")
+        raise InvalidArgument(reason, _OPTIONS[error.field]) from None
 
 
 async def _ask(

@@ -123,12 +123,8 @@ def bench(
             "(open loop), lengths and, with hash_ids, shared prefixes."
         ),
     ] = None,
-    length_scale: Annotated[
-        str, typer.Option(help="Scale of a trace's lengths and blocks, such as 1/8.")
-    ] = "1",
-    speed: Annotated[
-        float, typer.Option(help="Speed of a trace: 0.05 sends its requests 20 times as slowly.")
-    ] = 1.0,
+    length_scale: o.LengthScale = "1",
+    speed: o.Speed = 1.0,
     workload: Annotated[
         str,
         typer.Option(

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -9,7 +10,8 @@ import typer
 from rich.filesize import decimal
 from rich.table import Column
 
-from ...proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument, Unavailable
+from ..stop_signals import unwound_by_sigterm
 from ..store.store import get_model, list_models, resolve_model
 from ..tables import make_table, progress_bar, table_console
 from ..text_files import read_text
@@ -98,15 +100,15 @@ def quantize(
     measured = _python_reference() if text is None else read_text(text, "--text")
     folder = resolve_model(model)
     # With torch, which takes a second.
-    from ..store.quantize import BITS, QuantizationScheme, quantize_model, roundable_weights
+    from ..store.quantize import BITS, QuantizationScheme, check_roundable, quantize_model
 
     if group_size is None and scheme == "int4":
         group_size = _GROUP_SIZE
     made = QuantizationScheme(bits=BITS[scheme], group_size=group_size)
-    # First: a model or a text that cannot be used is refused before hours of work.
-    roundable_weights(folder, made)
+    # First: what cannot succeed is refused before hours of work.
+    _check_room(out, check_roundable(folder, made, seen).num_bytes)
     before = _perplexity(folder, measured)
-    with progress_bar("layers") as update:
+    with unwound_by_sigterm(), progress_bar("layers") as update:
         quantize_model(
             folder,
             out,
@@ -127,11 +129,23 @@ def _check_new_folder(out: Path) -> None:
     """Raises InvalidArgument if the folder exists or cannot be made."""
     if out.exists():
         raise InvalidArgument(f"{out} exists; give a folder that does not exist", "OUT")
-    above = next(folder for folder in out.absolute().parents if folder.exists())
+    above = _folder_above(out)
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise InvalidArgument(
             f"{out} cannot be made: {above} is not a folder that you may write into", "OUT"
         )
+
+
+def _check_room(out: Path, num_bytes: int) -> None:
+    """Raises Unavailable if the disk of a new folder has no room for this number of bytes."""
+    above = _folder_above(out)
+    if num_bytes > shutil.disk_usage(above).free:
+        raise Unavailable(f"OUT: {above} has no room for {decimal(num_bytes)}; give another folder")
+
+
+def _folder_above(out: Path) -> Path:
+    """Returns the lowest folder above a new folder that exists."""
+    return next(folder for folder in out.absolute().parents if folder.exists())
 
 
 def _perplexity(folder: Path, text: str) -> float:

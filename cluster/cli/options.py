@@ -58,6 +58,10 @@ Model = Annotated[
 Timeout = Annotated[
     float | None, typer.Option(help="The maximum time of the request in seconds; then it fails.")
 ]
+LengthScale = Annotated[
+    str, typer.Option(help="With --trace: the scale of its lengths and blocks, such as 1/8.")
+]
+Speed = Annotated[float, typer.Option(help="With --trace: 0.05 makes it run 20 times as slowly.")]
 ShowTimeline = Annotated[
     bool, typer.Option("--timeline", help="Print the time of each part of a request on stderr.")
 ]

@@ -18,6 +18,7 @@ from ...router.watermark.key import read_watermark_key
 from ..config import TandemConfig, load_config
 from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
+from ..serve.ports import local_host
 from ..settings import check_supported, collect_overrides
 from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder, with_draft_folder
@@ -77,8 +78,11 @@ def serve(
         read_watermark_key(checked.watermark.key_file)
     if checked.router.tls is not None:
         checked.router.tls.load()
-    # Fails for a wrong environment, before the model is fetched.
+    # These fail before the model is fetched.
+    checked.check_sizes_are_fixed()
     address = prepare_ray_environment(address)
+    if address is None:
+        local_host(checked)
     checked = with_draft_folder(checked)
     if given_keys:
         print(_KEY_WARNING, file=sys.stderr)

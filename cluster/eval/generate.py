@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from ...proto.errors import InvalidArgument
 from ...router.client.client import AsyncClient
 from ...router.client.types import Completion, Options
 from ..text_files import write_text
@@ -48,20 +49,24 @@ async def complete_cases(
 ) -> list[Completion]:
     """Returns the completions in the order of the cases; calls `on_completion` after each.
 
-    Raises a TandemError.
+    Raises a TandemError; InvalidArgument names the case, from 1.
     """
 
-    async def complete(case: Case) -> Completion:
+    async def complete(numbered: tuple[int, Case]) -> Completion:
+        number, case = numbered
         call = (
             client.chat(case.messages, **options)
             if case.messages
             else client.generate(case.prompt, **options)
         )
-        completion = await call
+        try:
+            completion = await call
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, f"case {number}") from None
         on_completion()
         return completion
 
-    return await map_concurrently(complete, cases, concurrency)
+    return await map_concurrently(complete, enumerate(cases, 1), concurrency)
 
 
 def write_completions(path: Path, cases: Sequence[Case], completions: Sequence[Completion]) -> None:

@@ -81,6 +81,8 @@ def explain_command(
         o.check_choice("--device", device, DEVICES)
     check_writable({"--html": html})
     options = o.given_options(context.params)
+    if options["max_tokens"] == 0:
+        raise InvalidArgument("must be at least 1: each token is explained", "--max-tokens")
     with _open(service, model, dtype, device) as subject:
         found = explain(subject, prompt, options, num_candidates=candidates, recompute=recompute)
     if html is not None:

@@ -45,7 +45,6 @@ _SERVICE: Final = "tandem-plan-measure"
 
 def measure_profile(
     config: TandemConfig,
-    folder: Path,
     *,
     workers: Sequence[int],
     seconds: float,
@@ -57,14 +56,14 @@ def measure_profile(
     In less than LEAST_SECONDS, parts of the grid are not measured.
     `workers` are numbers of workers that share this machine. `context_tokens` is the length of the
     longest sequence to measure. `report` gets a line before each part. Raises InvalidArgument on a
-    Ray cluster, whose nodes are other machines, and KeyboardInterrupt at SIGINT and SIGTERM, after
-    all processes have ended.
+    Ray cluster, whose nodes are other machines, the errors of `checked_folder`, and
+    KeyboardInterrupt at SIGINT and SIGTERM, after all processes have ended.
     """
     if prepare_ray_environment(None) is not None:
         raise InvalidArgument(
             "must be unset: the measurement starts its own Ray on this machine", "RAY_ADDRESS"
         )
-    measurement = _Measurement(config, folder, context_tokens, report)
+    measurement = _Measurement(config, checked_folder(config), context_tokens, report)
     with stopped_by_signals():
         return measurement.run(workers, seconds / len(workers))
     raise KeyboardInterrupt

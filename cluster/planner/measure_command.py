@@ -10,7 +10,6 @@ from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ..cli.options import check_choice
 from ..config import KvCacheDtype, Quantization, load_config
-from ..store.checked import checked_folder
 from ..text_files import check_writable, write_text
 from .profile import LEAST_SECONDS, describe_fit
 
@@ -78,12 +77,10 @@ def measure_command(
             "decode.tp": tp,
         }
     )
-    folder = checked_folder(config)
     from .measure import measure_profile  # with torch, which takes a second
 
     profile = measure_profile(
         config,
-        folder,
         workers=numbers,
         seconds=seconds,
         context_tokens=context_tokens,

@@ -11,6 +11,7 @@ import yaml
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.costs.roofline import DEVICES
+from ..cli.options import LengthScale, Speed
 from ..config import TandemConfig
 from ..tables import table_console
 from ..text_files import check_writable, write_text
@@ -83,12 +84,8 @@ def service_command(
         Path | None,
         typer.Option(help="Take times and lengths from a trace, as `tandem bench --trace`."),
     ] = None,
-    length_scale: Annotated[
-        str, typer.Option(help="With --trace: the scale of its lengths, such as 1/8.")
-    ] = "1",
-    speed: Annotated[
-        float, typer.Option(help="With --trace: 0.05 makes it run 20 times as slowly.")
-    ] = 1.0,
+    length_scale: LengthScale = "1",
+    speed: Speed = 1.0,
     requests: Annotated[
         int,
         typer.Option(

@@ -17,7 +17,7 @@ from ..bench.options import parse_slo
 from ..cli.options import check_choice
 from ..config import TandemConfig, load_config
 from ..explain.cost import read_model_config
-from ..traces.read import TraceScale, parse_scale, read_trace
+from ..traces.read import TraceScale, check_scale, parse_scale, read_trace
 from .profile import LEAST_SECONDS, Profile, read_profile
 from .search import list_splits
 from .site import ArithmeticSite, MeasuredSite, Site, Split
@@ -54,15 +54,14 @@ def make_workload(
     seed: int,
 ) -> PlannedWorkload:
     """Returns the requests of a trace or of a Poisson process. Raises InvalidArgument."""
+    scale = TraceScale(parse_scale(length_scale), speed)
+    check_scale(scale, trace)
     if trace is None:
         if rate is None:
             raise InvalidArgument("give --rate, with --input-len and --output-len, or --trace")
         if not (0 < rate < math.inf):
             raise InvalidArgument(f"must be above 0 requests/s, got {rate:g}", "--rate")
         return PlannedWorkload.poisson(rate, input_len, output_len, requests, seed)
-    if not (0 < speed < math.inf):
-        raise InvalidArgument(f"must be above 0, got {speed:g}", "--speed")
-    scale = TraceScale(parse_scale(length_scale), speed)
     workload = PlannedWorkload(read_trace(trace, scale)[:requests])
     if not workload.rate:
         raise InvalidArgument("its requests must not all have the same time", "--trace")
@@ -153,13 +152,11 @@ def _check_measurable(devices: int | None, tps: Sequence[int]) -> None:
 
 def _measure(model: str, seconds: float, workload: PlannedWorkload) -> Profile:
     """Measures this machine, for sequences as long as the longest of the sensitivity."""
-    from ..store.checked import checked_folder
     from .measure import measure_profile  # with torch, which takes a second
 
     config = load_config(overrides={"model": model})
     return measure_profile(
         config,
-        checked_folder(config),
         workers=_MEASURED_WORKERS,
         seconds=seconds,
         context_tokens=workload.with_lengths(1 + CHANGE).longest,

@@ -76,8 +76,7 @@ class ScalingConfig(BaseModel):
             _zone(name)
         except (ZoneInfoNotFoundError, ValueError, OSError):
             raise ValueError(
-                f"timezone: {name} is unknown; use a name of the IANA database, such as "
-                "Europe/Berlin"
+                f"{name} is unknown; use a name of the IANA database, such as Europe/Berlin"
             ) from None
         return name
 

@@ -28,7 +28,7 @@ from .directory import close_directory, open_directory
 from .environment import cluster_address
 from .identity_file import kept_identity
 from .members import Continuity
-from .ports import check_free
+from .ports import local_host
 from .ranks import ray_dashboard_url
 from .ray_internals import begin_delete, serve_http_address
 from .ray_session import has_ended, in_one_line, joined_ray, local_ray
@@ -134,10 +134,7 @@ def start_service(
     address = cluster_address(address)
     local = address is None
     if local:
-        host = config.host or "127.0.0.1"
-        check_interface(config.auth, config.router.bind or host)
-        config = config.model_copy(update={"host": host})
-        check_free(config, host)
+        config = config.model_copy(update={"host": local_host(config)})
     with ExitStack() as stack:
         ray_processes: list[psutil.Process] = []
         if address is None:

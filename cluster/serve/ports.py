@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ...proto.addresses import bindable_port, why_not_bound
-from ...proto.errors import Unavailable
-from ..config import RouterConfig, TandemConfig
+from ...proto.errors import InvalidArgument, Unavailable
+from ..config import RouterConfig, TandemConfig, check_interface
 
 if TYPE_CHECKING:
     # Imports transformers and every body of the APIs: a second before Ray can start.
@@ -89,8 +89,22 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def check_free(config: TandemConfig, host: str) -> None:
+def local_host(config: TandemConfig) -> str:
+    """Returns the interface of a service on a local Ray.
+
+    Raises InvalidArgument if its routers may not listen there or have the port of the status page,
+    and Unavailable if a port is taken.
+    """
+    host = config.host or "127.0.0.1"
+    check_interface(config.auth, config.router.bind or host)
+    _check_free(config, host)
+    return host
+
+
+def _check_free(config: TandemConfig, host: str) -> None:
     """Raises Unavailable if a configured port cannot be bound on this machine.
+
+    Raises InvalidArgument if a router has the port of the status page.
 
     Several routers need no check: each uses another port if its own is in use.
     """
@@ -99,6 +113,8 @@ def check_free(config: TandemConfig, host: str) -> None:
         ports["router.grpc_port"] = config.router.grpc_port
         ports["router.http_port"] = config.router.http_port
     for key, port in ports.items():
+        if key != "status_port" and port == config.status_port:
+            raise InvalidArgument(f"must differ from status_port, {port}", key)
         interface = (config.router.bind or host) if key.startswith("router.") else host
         if reason := why_not_bound(interface, port):
             raise Unavailable(f"{key}: {interface}:{port} cannot be bound{reason}")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Final
 
 import httpx2
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -45,6 +46,7 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
             revision=revision,
             allow_patterns=_WANTED,
             ignore_patterns=_UNWANTED,
+            local_files_only=_is_unreachable(repo_id, revision),
             etag_timeout=ANSWER_DEADLINE_S,
         )
     _check_hashes(Path(folder))
@@ -60,11 +62,29 @@ def download_config(repo_id: str, revision: str | None) -> Path:
         try:
             return Path(
                 hf_hub_download(
-                    repo_id, "config.json", revision=revision, etag_timeout=ANSWER_DEADLINE_S
+                    repo_id,
+                    "config.json",
+                    revision=revision,
+                    local_files_only=_is_unreachable(repo_id, revision),
+                    etag_timeout=ANSWER_DEADLINE_S,
                 )
             )
         except RemoteEntryNotFoundError as error:
             raise NotFound(f"model: {repo_id} has no config.json on the hub") from error
+
+
+def _is_unreachable(repo_id: str, revision: str | None) -> bool:
+    """Asks the hub once; returns True if it does not answer, or answers that it is down.
+
+    The library's downloads would ask again for 23 s and more. They report all other answers.
+    """
+    try:
+        HfApi().model_info(repo_id, revision=revision, timeout=ANSWER_DEADLINE_S)
+    except (httpx2.TransportError, OfflineModeIsEnabled):
+        return True
+    except HfHubHTTPError as error:
+        return error.response.is_server_error
+    return False
 
 
 @contextmanager
@@ -91,7 +111,8 @@ def _refusals(repo_id: str, revision: str | None) -> Iterator[None]:
     except (FileNotFoundError, HfHubHTTPError, httpx2.TransportError) as error:
         raise Unavailable(
             f"model: {repo_id} is not a local folder, is not in the cache, and cannot be "
-            "downloaded from the Hugging Face hub (offline?)"
+            "downloaded from the Hugging Face hub; offline, give a local folder, or set HF_HOME to "
+            "a cache that has it"
         ) from error
     except OSError as error:
         raise Unavailable(

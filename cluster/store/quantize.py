@@ -115,28 +115,50 @@ class QuantizationScheme:
         return numbers.contiguous().view(torch.int32)
 
 
-def roundable_weights(folder: Path, scheme: QuantizationScheme) -> list[str]:
-    """Returns the names of the linear maps of the layers, which can be rounded.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundableModel:
+    """Describes a checked model."""
+
+    files: list[Path]  # of weights
+    names: list[str]  # of the linear maps of the layers, which are rounded
+    sequences: torch.Tensor | None  # [sequences, tokens] of the calibration text
+    num_bytes: int  # of the rounded model, without scales
+
+
+def check_roundable(
+    folder: Path, scheme: QuantizationScheme, calibration: str | None
+) -> RoundableModel:
+    """Checks that a model can be rounded, with a calibration text if there is one.
 
     Reads no weights. Raises CheckpointError for a model that cannot be rounded, InvalidArgument for
-    a group size that does not divide the inputs of a map.
+    a group size that does not divide the inputs of a map, or a text that is too short.
     """
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
-    if config.quantization or config.experts or config.transformers:
+    if config.quantization or config.experts or config.transformers or config.text_model_of:
         raise CheckpointError(
-            "config.json: only models of Tandem's families, without quantization or experts, can "
-            "be rounded"
+            "config.json: only text models of Tandem's families, without quantization or experts, "
+            "can be rounded"
         )
     names = linear_weights(config)
+    num_bytes = sum(stored.end - stored.begin for stored in checkpoint.tensors.values())
     for name in names:
-        inputs = checkpoint.tensors[f"{name}.weight"].shape[1]
+        weight = checkpoint.tensors[f"{name}.weight"]
+        outputs, inputs = weight.shape
         if inputs % (scheme.group_size or 8):
             raise InvalidArgument(
                 f"{scheme.group_size or 8} does not divide the {inputs} inputs of {name}",
                 "--group-size",
             )
-    return names
+        num_bytes += outputs * inputs * scheme.bits // 8 - (weight.end - weight.begin)
+    return RoundableModel(
+        files=sorted({stored.file for stored in checkpoint.tensors.values()}),
+        names=names,
+        sequences=None
+        if calibration is None
+        else _sequences(folder, calibration, config.max_position_embeddings),
+        num_bytes=num_bytes,
+    )
 
 
 def quantize_model(
@@ -151,20 +173,20 @@ def quantize_model(
     """Writes the model of `folder` to `out`, rounded to nearest or, with a text, by a `method`.
 
     `calibration`: the text for GPTQ or AWQ. `out` must not exist. Rounds the linear maps of the
-    layers; embeddings and the head stay unchanged, and norms except by AWQ. Raises CheckpointError
-    for a model that cannot be rounded, InvalidArgument for an argument that does not fit it.
+    layers; embeddings and the head stay unchanged, and norms except by AWQ. Raises as
+    `check_roundable`.
     """
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
-    names = roundable_weights(folder, scheme)
+    model = check_roundable(folder, scheme, calibration)
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted({stored.file for stored in open_checkpoint(folder).tensors.values()}):
+    for file in model.files:
         tensors |= load_file(file)
-    for name in names:
+    for name in model.names:
         if not tensors[f"{name}.weight"].isfinite().all():
             raise CheckpointError(f"{name}.weight: contains NaN or infinite numbers")
-    rounded = _rounded(folder, tensors, names, scheme, calibration, method, on_layer)
-    for name in names:
+    rounded = _rounded(folder, tensors, model, scheme, method, on_layer)
+    for name in model.names:
         del tensors[f"{name}.weight"]
         tensors |= scheme.tensors(name, rounded[name])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -199,26 +221,25 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
 def _rounded(
     folder: Path,
     tensors: dict[str, torch.Tensor],
-    names: list[str],
+    model: RoundableModel,
     scheme: QuantizationScheme,
-    calibration: str | None,
     method: str,
     on_layer: OnLayer,
 ) -> dict[str, Rounded]:
     """Returns the rounded weights by name. AWQ also replaces norms and biases in `tensors`."""
-    if calibration is None:
+    names = model.names
+    if model.sequences is None:
         return {
             name: round_to_nearest(weight, scheme.grid(weight.shape[1]))
             for name in names
             for weight in (tensors[f"{name}.weight"],)
         }
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.eval()
-    sequences = _sequences(folder, calibration, model.config.max_position_embeddings)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain.eval()
     if method == "gptq":
-        return _round_by_gptq(model, sequences, names, scheme, on_layer)
+        return _round_by_gptq(plain, model.sequences, names, scheme, on_layer)
     dtype = tensors[f"{names[0]}.weight"].dtype
-    found = round_by_awq(model, sequences, names, scheme.grid, dtype, on_layer)
+    found = round_by_awq(plain, model.sequences, names, scheme.grid, dtype, on_layer)
     tensors |= found.changed
     return found.rounded
 

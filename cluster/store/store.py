@@ -39,6 +39,7 @@ from ...proto.errors import InvalidArgument, NotFound, Unavailable
 from ...proto.home import TOKENIZER_FILE, cache_home, made_tokenizer_file, tokenizer_sources
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError
+from ..stop_signals import unwound_by_sigterm
 from .gguf_header import read_gguf_header
 
 DOWNLOAD_DEADLINE_S: Final = 900.0
@@ -115,7 +116,8 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path]) -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S):
+        lock = FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S)
+        with unwound_by_sigterm(), lock:
             if not folder.is_dir():
                 _build_locked(folder, build, Console(stderr=True))
     except Timeout as error:

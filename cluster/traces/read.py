@@ -27,6 +27,7 @@ _GZIP_MAGIC: Final = b"\x1f\x8b"
 _AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MAX_TOKENS: Final = 100_000_000  # of one request
 _MAX_MS: Final = 1e15
+_SPEEDS: Final = (1e-6, 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,15 @@ def parse_scale(text: str) -> Fraction:
     if not Fraction(1, 1_000_000) <= scale <= 1_000:
         raise InvalidArgument("must be from 1/1000000 to 1000", "--length-scale")
     return scale
+
+
+def check_scale(scale: TraceScale, trace: Path | None) -> None:
+    """Raises InvalidArgument for a speed out of bounds, and for a scale without a trace."""
+    if trace is None and scale != UNSCALED:
+        raise InvalidArgument("--length-scale and --speed need --trace", OPTION)
+    low, high = _SPEEDS
+    if not low <= scale.speed <= high:
+        raise InvalidArgument(f"must be from {low:g} to {high:g}, got {scale.speed}", "--speed")
 
 
 def read_trace(path: Path, scale: TraceScale = UNSCALED) -> list[TracedRequest]:

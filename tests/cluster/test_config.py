@@ -45,7 +45,7 @@ decode: {kv_cache_gb: 0.5}
         ("", ("shared",)),
         ("device: cuda", ("ipc",)),
         ("kv_transports: []", ()),
-        ("{device: cuda, kv_transports: [nixl, shared]}", ("nixl", "shared")),
+        ("{device: cuda, kv_transports: [nixl, nccl]}", ("nixl", "nccl")),
     ],
 )
 def test_kv_cache_goes_by_what_suits_the_device_or_is_said(
@@ -152,6 +152,16 @@ def test_flags_alone_are_enough() -> None:
             "'pack'",
         ),
         (
+            "model: m\nkv_transports: [nccl, ipc]",
+            "kv_transports: nccl, ipc cannot move KV cache on cpu; leave it out, or give [] for "
+            "gRPC alone",
+        ),
+        (
+            "{model: m, device: cuda, kv_transports: [nixl]}",
+            "kv_transports: nixl cannot move KV cache on cuda; leave it out, or give [] for gRPC "
+            "alone",
+        ),
+        (
             "model: m\nkv_transports: [gloo, tcp]",
             "kv_transports.1: must be one of shared, ipc, gloo, nccl, nixl, got 'tcp'",
         ),
@@ -160,6 +170,10 @@ def test_flags_alone_are_enough() -> None:
         (
             "model: m\nrouter: {grpc_port: 65536}",
             "router.grpc_port: must be less than or equal to 65535, got 65536",
+        ),
+        (
+            "model: m\nrouter: {grpc_port: 8080}",
+            "router.http_port: must differ from grpc_port, 8080",
         ),
         (
             "model: m\nrouter: {local_prefill_tokens: -1}",

@@ -76,7 +76,7 @@ def test_only_a_limit_on_ttft_makes_a_first_token_due() -> None:
 @pytest.mark.parametrize(
     ("classes", "words"),
     [
-        ({"a": {}}, "slo: a class needs ttft_ms, tpot_ms or e2e_ms"),
+        ({"a": {}}, r"^slo\.a: needs ttft_ms, tpot_ms or e2e_ms"),
         ({"a": {"ttft_ms": 0}}, r"slo\.a\.ttft_ms: must be greater than 0"),
         ({"a": {"ttft": 1}}, r"slo\.a\.ttft: unknown key; did you mean ttft_ms\?"),
         ({"A b": {"ttft_ms": 1}}, r"slo\.A b.*match pattern"),

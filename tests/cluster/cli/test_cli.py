@@ -313,3 +313,45 @@ def test_the_environment_is_checked_before_the_model_is_fetched(
     assert err.startswith(
         "error: RAY_ADDRESS: http://127.0.0.1:8265 is an address of Ray's dashboard"
     )
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "reason"),
+    [
+        ("host: 0.0.0.0", 2, "host: 0.0.0.0 is not loopback"),
+        ("host: 192.0.2.1\nauth: {allow_anonymous: true}", 1, "192.0.2.1:0 cannot be bound"),
+        ("status_port: 8080", 2, "router.http_port: must differ from status_port, 8080"),
+        ("decode: {autoscaling: {max_replicas: 2}}", 2, "autoscaling: needs a configuration of"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_the_model_is_fetched(
+    run: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lines: str,
+    code: int,
+    reason: str,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(serve, "resolve_model", lambda *_, **__: pytest.fail("fetched"))
+    file = tmp_path / "service.yaml"
+    file.write_text(f"model: org/name\n{lines}\n")
+    found, out, err = run("serve", "--config", str(file))
+    assert (found, out) == (code, "")
+    assert reason in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--tp", "3"), ("--context-tokens", "1"), ("--max-sequences", "0")]
+)
+def test_an_error_of_a_batch_names_the_option(
+    run: Callable[..., Done], tiny_model: Path, tmp_path: Path, option: str, value: str
+) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+    )
+    args = ["batch", str(requests), str(tmp_path / "answers.jsonl"), "--model", str(tiny_model)]
+    code, out, err = run(*args, option, value)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {option}: ")

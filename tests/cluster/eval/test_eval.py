@@ -311,6 +311,23 @@ def test_the_generate_command(tmp_path: Path) -> None:
     assert [each["text"] for each in answers] == ["<Paris>", "<Rome>", "<x>"]
 
 
+def test_a_case_that_the_service_refuses_is_named(tmp_path: Path) -> None:
+    def refuse(request: inference_pb2.GenerateRequest) -> Responses:
+        if request.prompt.text == "Paris":
+            return echo(request)
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "prompt: has 9 tokens")
+
+    file = tmp_path / "cases.jsonl"
+    file.write_text(
+        '{"prompt": "Paris", "reference": "b"}\n\n{"prompt": "Rome", "reference": "b"}\n'
+    )
+    with stub_service(refuse) as service:
+        args = ["eval", "generate", str(file), "--target", service.address]
+        result = CliRunner().invoke(main.app, args)
+    assert isinstance(result.exception, InvalidArgument)
+    assert str(result.exception) == "case 2: prompt: has 9 tokens"
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -240,6 +240,7 @@ def test_the_command_prints_and_writes_everything(folder: Path, tmp_path: Path) 
         (["--html", "/no/such/folder/x.html"], "--html"),
         (["--device", "abacus"], "--device"),
         (["--dtype", "int3"], "--dtype"),
+        (["--max-tokens", "0"], "--max-tokens"),
         (["--url", "http://tandem.example:8080"], "--device"),
     ],
 )

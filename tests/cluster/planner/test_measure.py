@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
+from tandem.cluster.planner import measure
 from tandem.cluster.planner.profile import read_profile
 from tandem.cluster.sim.cost import StepSample, StepWork
 from tandem.proto.errors import InvalidArgument
@@ -49,3 +50,13 @@ def test_wrong_options_are_named(tiny_model: Path, args: list[str], option: str)
     result = CliRunner().invoke(app, ["plan", "measure", str(tiny_model), *args])
     assert isinstance(result.exception, InvalidArgument)
     assert option in str(result.exception)
+
+
+def test_a_ray_cluster_is_refused_before_the_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    monkeypatch.setattr(measure, "checked_folder", lambda *_: pytest.fail("fetched"))
+    args = ["plan", "measure", "org/name", "--out", str(tmp_path / "profile.json")]
+    result = CliRunner().invoke(app, args)
+    assert str(result.exception).startswith("RAY_ADDRESS: must be unset")

@@ -389,6 +389,8 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
         (("--slo", "", *WORKLOAD), "--slo: must have a limit"),
         (("--slo", "ttft=1h", *WORKLOAD), "--slo: ttft must be a time"),
         ((*SLO, "--profile", "x.json"), "give --rate"),
+        ((*SLO, *WORKLOAD, "--speed", "0.5"), "--trace: --length-scale and --speed need --trace"),
+        ((*SLO, *WORKLOAD, "--length-scale", "1/8"), "--length-scale and --speed need --trace"),
         ((*SLO, *WORKLOAD), "give one of --profile, --measure and --device"),
         ((*SLO, *WORKLOAD, "--device", "h101"), "--device"),
         ((*SLO, *WORKLOAD, "--device", "h100", "--faults", "kill router at 3s"), "--faults: must"),

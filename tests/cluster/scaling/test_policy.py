@@ -181,7 +181,7 @@ def test_a_schedule_in_utc_needs_no_database_of_time_zones(monkeypatch: pytest.M
     config = ScalingConfig.model_validate({"max_replicas": 4, "schedule": hours})
     assert config.bounds_at(NIGHT, 1, 4) == (1, 4)
     assert config.bounds_at(NIGHT + 9 * 3600, 1, 4) == (3, 4)
-    with pytest.raises(ValidationError, match="timezone: Mars is unknown"):
+    with pytest.raises(ValidationError, match="Mars is unknown"):
         ScalingConfig(max_replicas=4, timezone="Mars")
 
 
@@ -278,7 +278,7 @@ def test_tandem_serve_refuses_what_only_a_serve_configuration_can_start() -> Non
     [
         (
             {"decode.autoscaling": {"max_replicas": 2, "timezone": "Mars"}},
-            "decode.autoscaling.timezone|timezone: Mars is unknown",
+            r"^decode\.autoscaling\.timezone: Mars is unknown",
         ),
         (
             {

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -217,16 +217,22 @@ def test_a_refusal_ends_in_one_line(
     assert "secrets" not in failure.value.message
 
 
-def test_without_a_hub_a_hub_id_ends_in_one_line_at_once(hub: ThreadingHTTPServer) -> None:
+@pytest.mark.parametrize("resolve", [resolve_model, resolve_config])
+@pytest.mark.parametrize("revision", ["", f"@{SHA}"])
+def test_without_a_hub_a_hub_id_ends_in_one_line_without_waiting_to_ask_again(
+    hub: ThreadingHTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+    resolve: Callable[[str], Path],
+    revision: str,
+) -> None:
     hub.shutdown()
     hub.server_close()
-    started = time.monotonic()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits to ask again"))
     with pytest.raises(Unavailable) as failure:
-        resolve_model("org/tiny")
-    assert time.monotonic() - started < WAIT / 2
+        resolve(f"org/tiny{revision}")
     assert failure.value.message == (
         "model: org/tiny is not a local folder, is not in the cache, and cannot be downloaded from "
-        "the Hugging Face hub (offline?)"
+        "the Hugging Face hub; offline, give a local folder, or set HF_HOME to a cache that has it"
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from tandem.cluster.cli.main import app
 from tandem.cluster.store import awq, rounding
 from tandem.cluster.store.quantize import QuantizationScheme, _Inputs, quantize_model
 from tandem.cluster.store.rounding import Grid, damp, round_by_gptq, round_to_nearest
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_multimodal import make_tiny_multimodal
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
 from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.loader import check_checkpoint, weight_schemes
@@ -232,7 +234,7 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_p
     with pytest.raises(InvalidArgument, match="--calibration: has 1 tokens; the minimum is 2048"):
         quantize_model(plain, out, scheme, "a")
     with pytest.raises(
-        CheckpointError, match=r"only models of .*, without quantization or experts"
+        CheckpointError, match=r"only text models of .*, without quantization or experts"
     ):
         quantize_model(make_tiny_model(tmp_path / "experts", "mixtral"), out, scheme)
     shutil.copytree(plain, tmp_path / "broken")
@@ -246,7 +248,7 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_p
         quantize_model(tmp_path / "broken", out, scheme)
     assert {path.name for path in tmp_path.iterdir()} == {"experts", "broken"}
     quantize_model(plain, out, scheme)
-    with pytest.raises(CheckpointError, match="only models of"):
+    with pytest.raises(CheckpointError, match="only text models of"):
         quantize_model(out, tmp_path / "again", scheme)
     with pytest.raises(InvalidArgument, match=r"OUT: .* exists"):
         quantize_model(plain, out, scheme)
@@ -274,14 +276,37 @@ def test_a_text_that_cannot_be_measured_is_refused_before_anything_is_rounded(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_group_size_that_does_not_fit_is_refused_before_the_first_measurement(
+def test_what_does_not_fit_is_refused_before_the_first_measurement(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("tandem.cluster.cli.model._perplexity")
-    options = ["quantize", str(plain), str(tmp_path / "out"), "--group-size", "1000"]
+    multimodal = make_tiny_multimodal(tmp_path / "gemma3", "gemma3")
+    text = tmp_path / "text"
+    text.write_text("a")
+    for folder, options, reason in (
+        (plain, ["--group-size", "1000"], "--group-size: 1000 does not divide the"),
+        (
+            plain,
+            ["--group-size", "32", "--method", "gptq", "--calibration", str(text)],
+            "--calibration: has 1 tokens; the minimum is 2048",
+        ),
+        (multimodal, ["--group-size", "32"], "config.json: only text models of"),
+    ):
+        result = CliRunner().invoke(app, ["quantize", str(folder), str(tmp_path / "out"), *options])
+        assert isinstance(result.exception, InvalidArgument | CheckpointError), result.output
+        assert reason in str(result.exception)
+
+
+def test_a_disk_without_room_is_refused_before_the_first_measurement(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("tandem.cluster.cli.model._perplexity")
+    free = SimpleNamespace(free=1_000)
+    monkeypatch.setattr("tandem.cluster.cli.model.shutil.disk_usage", lambda _: free)
+    options = ["quantize", str(plain), str(tmp_path / "new" / "out"), "--group-size", "32"]
     result = CliRunner().invoke(app, options)
-    assert isinstance(result.exception, InvalidArgument), result.output
-    assert "--group-size: 1000 does not divide the" in str(result.exception)
+    assert isinstance(result.exception, Unavailable), result.output
+    assert str(result.exception).startswith(f"OUT: {tmp_path} has no room for ")
 
 
 def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -358,3 +360,22 @@ def test_model_get_fails_like_every_command(
     last = err.splitlines()[-1]
     assert last.startswith(f"error: {text}")
     assert not list_models()[home / "tiny"]
+
+
+def test_sigterm_during_a_build_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tandem.cluster.store import store\n"
+        "def build(scratch, console):\n"
+        "    command = ['sh', '-c', 'echo $$ > /proc/$PPID/fd/1; exec sleep 600']\n"
+        "    store._run(command, cwd=scratch, deadline=600, purpose='wait')\n"
+        "store._build_once(Path(sys.argv[1]) / 'made', build)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        child = int(line_of(process))
+        process.terminate()
+        assert process.wait(WAIT) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(child)
+    assert left_in(tmp_path) == []
