@@ -276,12 +276,12 @@ def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
     return replace(config, quantization={"quant_method": quant_method})
 
 
-def with_untied_head(config: ModelConfig) -> ModelConfig:
-    """Returns the config of the model with a head that is not tied to the embedding."""
+def with_head(config: ModelConfig, *, is_tied: bool) -> ModelConfig:
+    """Returns the config of the model with a head that is, or is not, tied to the embedding."""
     fields = config.transformers
     if fields is not None:
-        fields = {**fields, "tie_word_embeddings": False}
-    return replace(config, tie_word_embeddings=False, transformers=fields)
+        fields = {**fields, "tie_word_embeddings": is_tied}
+    return replace(config, tie_word_embeddings=is_tied, transformers=fields)
 
 
 def longest_context(config: ModelConfig) -> int:
