@@ -333,8 +333,16 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
             "checkpoint_format: 'marlin' is not supported, only gptq, ",
         ),
         (
-            gptq_config() | {"dynamic": {"-:lm_head": {}}},
-            "dynamic: separate settings of single layers are not supported",
+            gptq_config() | {"dynamic": {"-:(": {}}},
+            "dynamic: 're:(' is not a pattern that can be matched",
+        ),
+        (
+            gptq_config() | {"dynamic": {"+:.*q_proj": True}},
+            "dynamic: '+:.*q_proj': must be an object",
+        ),
+        (
+            gptq_config() | {"dynamic": {".*q_proj": {"bits": 3}}},
+            "bits: 3 is not supported, only 4 and 8",
         ),
         (AWQ | {"version": "gemv"}, "version: 'gemv' is not supported, only 'gemm'"),
         (AWQ | {"zero_point": False}, "zero_point: must be true"),
@@ -397,6 +405,21 @@ def test_maps_of_one_input_may_be_stored_in_different_ways(
         set_quantization(quantized, W4 | {"config_groups": {"group_1": own} | groups})
     else:
         set_quantization(quantized, W4 | {"ignore": ["lm_head", f"re:.*{name}"]})
+    expected = reference_greedy(reference(plain), prompt(30), 12)
+    assert generate(load(quantized)) == expected
+    assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_dynamic_settings_of_gptq_exclude_layers_or_change_them(
+    tmp_path: Path, bits: int | None
+) -> None:
+    """As in the checkpoints of Qwen3.5, which exclude all attention."""
+    other = gptq_config(bits, 32) if bits else None
+    quantized, plain = with_own_map(tmp_path, gptq_config(), "down_proj", other)
+    own = {"+:.*down_proj": {"bits": 8, "group_size": 32}} if bits else {"-:.*down_proj": {}}
+    patterns = {"lm_head": {}, **own, ".*down": {"bits": 3}}
+    set_quantization(quantized, gptq_config() | {"dynamic": patterns})
     expected = reference_greedy(reference(plain), prompt(30), 12)
     assert generate(load(quantized)) == expected
     assert on_ranks(quantized, 2, generate) == [expected] * 2
