@@ -42,7 +42,8 @@ from tandem.workers.model.module import all_parameters
 from tandem.workers.model.quant.int4 import Int4LinearMethod
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.quant.scaled import ScaledLinearMethod
-from tandem.workers.model.quant.stored import StoredLinearMethod
+from tandem.workers.model.quant.stored import StoredLinearMethod, quantization_fields
+from tandem.workers.model.quant.targets import is_plain
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.runner import ModelRunner
 
@@ -423,6 +424,26 @@ def test_dynamic_settings_of_gptq_exclude_layers_or_change_them(
     expected = reference_greedy(reference(plain), prompt(30), 12)
     assert generate(load(quantized)) == expected
     assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "excluded", "kept"),
+    [
+        ("model.layers.1", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"),
+        ("model.layers.1.", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"),
+        ("mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj_2"),
+        ("model.layers.*.mlp.gate", "model.layers.9.mlp.gate", "model.layers.9.mlp.gate_proj"),
+        (".*self_attn.*", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"),
+        ("re:.*up_proj$", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"),
+    ],
+)
+def test_layers_are_excluded_by_name_part_and_pattern(
+    entry: str, excluded: str, kept: str
+) -> None:
+    """AWQ checkpoints write a dot after a name, and transformers reads an entry as a pattern."""
+    fields = quantization_fields({"modules_to_not_convert": [entry]})
+    assert is_plain(fields, excluded)
+    assert not is_plain(fields, kept)
 
 
 FP8_OF_MAPS: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {

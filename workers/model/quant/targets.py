@@ -7,19 +7,29 @@ import regex
 from ..config import Fields
 
 _MATCH_SECONDS: Final = 1.0  # no well-meant pattern needs longer
+_SIGNS_OF_PATTERNS: Final = frozenset("*+?[](){}|^$\\")
+_END_OF_PART: Final = r"(?:(?<=\.)|(?=\.|$))"  # of a name
 
 
 def is_plain(fields: Fields, name: str) -> bool:
     """Returns True for the head and for layers that the config excludes from quantization.
 
-    modules_to_not_convert and ignored_layers list names, parts of names, or patterns as in
-    `matches`. Raises CheckpointError.
+    modules_to_not_convert and ignored_layers list names, parts of names, patterns as in `matches`,
+    or, as in transformers, patterns of whole parts at the beginning of a name. Raises
+    CheckpointError.
     """
     lists = [field for field in ("modules_to_not_convert", "ignored_layers") if fields.has(field)]
     plain = [(field, each) for field in lists for each in fields.texts(field)]
-    return name == "lm_head" or any(
-        matches(fields, field, each, name) or f".{each}." in f".{name}." for field, each in plain
-    )
+    return name == "lm_head" or any(_excludes(fields, field, each, name) for field, each in plain)
+
+
+def _excludes(fields: Fields, field: str, entry: str, name: str) -> bool:
+    if entry.startswith("re:"):
+        return matches(fields, field, entry, name)
+    if _SIGNS_OF_PATTERNS.isdisjoint(entry):
+        # Some tools write a dot after the name, such as `model.layers.1.`.
+        return f".{entry.strip('.')}." in f".{name}."
+    return _match(fields, field, entry, f"(?:{entry}){_END_OF_PART}", name)
 
 
 def matches(fields: Fields, field: str, target: str, name: str) -> bool:
@@ -30,7 +40,12 @@ def matches(fields: Fields, field: str, target: str, name: str) -> bool:
     """
     if not target.startswith("re:"):
         return target == name
+    return _match(fields, field, target, target[3:], name)
+
+
+def _match(fields: Fields, field: str, target: str, pattern: str, name: str) -> bool:
+    """Returns True if the pattern of `target` matches the beginning of `name`."""
     try:
-        return regex.match(target[3:], name, timeout=_MATCH_SECONDS) is not None
+        return regex.match(pattern, name, timeout=_MATCH_SECONDS) is not None
     except (regex.error, TimeoutError, RecursionError, MemoryError, OverflowError):
         raise fields.error(field, f"{target!r:.60} is not a pattern that can be matched") from None
