@@ -22,6 +22,7 @@ from .config import (
     read_eos_token_ids,
     read_fields,
     read_json,
+    text_fields,
 )
 from .models.cohere2 import Cohere2ForCausalLM, parse_cohere2_config
 from .models.family import ModelFamily
@@ -353,6 +354,9 @@ def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", f"must be one name, is {names!r:.60}")
+    for each in (fields, text_fields(fields)):
+        if not each.boolean("is_causal", True):
+            raise each.error("is_causal", "false, attention to later tokens, is not supported")
     try:
         config = _parse_text_model(fields, names[0]) if model_impl == "auto" else None
         if config is None:

@@ -271,6 +271,7 @@ def write_config(folder: Path, kind: str, **overrides: Any) -> None:
         ({"model_type": None}, "model_type: is missing"),
         ({"architectures": ["CohereForConditionalGeneration"]}, "architectures: .* is no decoder"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits: "),
+        ({"is_causal": False}, "is_causal: false, attention to later tokens, is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide the 4 query heads"),
         ({"num_experts": 10**9}, "num_experts: must be at most"),
         ({"hidden_size": "wide"}, "hidden_size: not valid to transformers' CohereConfig"),
