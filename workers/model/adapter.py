@@ -108,7 +108,7 @@ def _checkpoint_name(layer: str, sizes: Mapping[str, tuple[int, int]]) -> str:
     """Returns the name that a layer of an adapter has in the model's checkpoint.
 
     Checkpoints of Nemotron-H call the decoder backbone; transformers and peft call it model. An
-    adapter of a multimodal model, of which the text model is served, has the names of the former.
+    adapter may also have the names of the multimodal model of which the text model is served.
     """
     names = (layer, f"backbone.{layer.removeprefix('model.')}", plain_name(layer))
     return next((name for name in names if name in sizes), layer)

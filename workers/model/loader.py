@@ -107,8 +107,10 @@ def open_checkpoint(
     """
     config = load_model_config(folder, model_impl)
     stored = read_tensors(folder)
-    if config.text_model_of and config.transformers is None:
-        stored = {plain_name(name): tensor for name, tensor in stored.items()}
+    # A text model alone may have names of the multimodal model: transformers writes them for a
+    # Qwen3_5ForCausalLM that it made of a Qwen3_5ForConditionalGeneration.
+    plain = {plain_name(name): tensor for name, tensor in stored.items()}
+    stored = plain if config.transformers is None else plain | stored
     if config.experts and config.experts.may_be_stacked:
         stored = unstack_experts(stored, config.experts.num_experts)
     config = with_stored_quantization(config, folder, stored)
