@@ -29,7 +29,8 @@ def _excludes(fields: Fields, field: str, entry: str, name: str) -> bool:
     if _SIGNS_OF_PATTERNS.isdisjoint(entry):
         # Some tools write a dot after the name, such as `model.layers.1.`.
         return f".{entry.strip('.')}." in f".{name}."
-    return _match(fields, field, entry, f"(?:{entry}){_END_OF_PART}", name)
+    pattern = f".{entry}" if entry.startswith("*") else entry  # of a shell, such as `*.gate`
+    return _match(fields, field, entry, f"(?:{pattern}){_END_OF_PART}", name)
 
 
 def matches(fields: Fields, field: str, target: str, name: str) -> bool:
