@@ -21,6 +21,7 @@ from tandem.tests.tiny_quantized import (
     FP8,
     compressed_config,
     gptq_config,
+    make_quantized_decoder,
     make_quantized_model,
     set_quantization,
 )
@@ -406,6 +407,14 @@ def test_maps_of_one_input_may_be_stored_in_different_ways(
         set_quantization(quantized, W4 | {"config_groups": {"group_1": own} | groups})
     else:
         set_quantization(quantized, W4 | {"ignore": ["lm_head", f"re:.*{name}"]})
+    expected = reference_greedy(reference(plain), prompt(30), 12)
+    assert generate(load(quantized)) == expected
+    assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+def test_parts_of_a_map_may_lie_on_both_sides_of_maps_in_another_format(tmp_path: Path) -> None:
+    """In Qwen3.5, q_proj has queries and their gates; keys and values lie between them."""
+    quantized, plain = make_quantized_decoder(tmp_path, "qwen3_5_text", FP8, names="q_proj")
     expected = reference_greedy(reference(plain), prompt(30), 12)
     assert generate(load(quantized)) == expected
     assert on_ranks(quantized, 2, generate) == [expected] * 2
