@@ -444,6 +444,12 @@ def test_dynamic_settings_of_gptq_exclude_layers_or_change_them(
         ("model.layers.*.mlp.gate", "model.layers.9.mlp.gate", "model.layers.9.mlp.gate_proj"),
         ("*.gate", "model.layers.9.mlp.gate", "model.layers.9.mlp.gate_proj"),
         (".*self_attn.*", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"),
+        (
+            r"re:model\.language_model\.layers\.(?:1|2)\.mlp.*",
+            "model.layers.1.mlp.up_proj",
+            "model.layers.11.mlp.up_proj",
+        ),
+        ("re:.*language_model[.].*mlp.*", "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"),
         ("re:.*up_proj$", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"),
     ],
 )

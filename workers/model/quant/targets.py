@@ -4,10 +4,11 @@ from typing import Final
 
 import regex
 
-from ..config import Fields
+from ..config import Fields, multimodal_names
 
 _MATCH_SECONDS: Final = 1.0  # no well-meant pattern needs longer
 _SIGNS_OF_PATTERNS: Final = frozenset("*+?[](){}|^$\\")
+_PART_OF_MULTIMODAL: Final = "_model"  # of the names language_model and text_model
 _END_OF_PART: Final = r"(?:(?<=\.)|(?=\.|$))"  # of a name
 
 
@@ -45,8 +46,12 @@ def matches(fields: Fields, field: str, target: str, name: str) -> bool:
 
 
 def _match(fields: Fields, field: str, target: str, pattern: str, name: str) -> bool:
-    """Returns True if the pattern of `target` matches the beginning of `name`."""
+    """Returns True if the pattern of `target` matches the beginning of `name`.
+
+    A pattern for a multimodal model may contain its names of the layers.
+    """
+    names = [name, *multimodal_names(name)] if _PART_OF_MULTIMODAL in pattern else [name]
     try:
-        return regex.match(pattern, name, timeout=_MATCH_SECONDS) is not None
+        return any(regex.match(pattern, each, timeout=_MATCH_SECONDS) for each in names)
     except (regex.error, TimeoutError, RecursionError, MemoryError, OverflowError):
         raise fields.error(field, f"{target!r:.60} is not a pattern that can be matched") from None
