@@ -459,6 +459,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         settings(init_lora_weights="pissa_niter_4"),
         "adapter_config.json: init_lora_weights: 'pissa_niter_4'",
     ),
+    "LoRA-GA": (
+        settings(init_lora_weights="lora_ga"),
+        "adapter_config.json: init_lora_weights: 'lora_ga'",
+    ),
     "no weights": (
         written("adapter_model.safetensors", None),
         "adapter_model.safetensors: not found",
