@@ -13,7 +13,7 @@ from safetensors.torch import save as save_safetensors
 
 from ..engine.plan import StepPlan
 from .adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder
-from .config import CheckpointError, ModelConfig
+from .config import CheckpointError, ModelConfig, plain_name
 from .device import DTYPES, indices
 from .kernels.c.low_rank import PANEL, LowRankPairs, can_multiply
 from .layers.lora import (
@@ -107,10 +107,11 @@ def _read_factors(
 def _checkpoint_name(layer: str, sizes: Mapping[str, tuple[int, int]]) -> str:
     """Returns the name that a layer of an adapter has in the model's checkpoint.
 
-    Checkpoints of Nemotron-H call the decoder backbone; transformers and peft call it model.
+    Checkpoints of Nemotron-H call the decoder backbone; transformers and peft call it model. An
+    adapter may also have the names of the multimodal model of which the text model is served.
     """
-    other = f"backbone.{layer.removeprefix('model.')}"
-    return other if layer not in sizes and other in sizes else layer
+    names = (layer, f"backbone.{layer.removeprefix('model.')}", plain_name(layer))
+    return next((name for name in names if name in sizes), layer)
 
 
 def _parse(weights: bytes) -> dict[str, torch.Tensor]:

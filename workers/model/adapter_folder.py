@@ -33,7 +33,7 @@ _UNSUPPORTED: Final = (
 )
 """Fields of peft's LoraConfig that change an adapter's output unless they are empty or false."""
 
-_BASE_CHANGING: Final = ("corda", "loftq", "olora", "pissa")
+_BASE_CHANGING: Final = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Prefixes of `init_lora_weights` values with which peft also changes the model's weights."""
 
 

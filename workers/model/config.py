@@ -227,6 +227,15 @@ def plain_name(name: str) -> str:
     return name
 
 
+def multimodal_names(name: str) -> list[str]:
+    """Returns the names that a layer of a text model may have in a multimodal checkpoint."""
+    return [
+        (prefix + f"{name}.".removeprefix(plain)).removesuffix(".")
+        for prefix, plain in _TEXT_PREFIXES
+        if f"{name}.".startswith(plain)
+    ]
+
+
 def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple[int, ...]:
     """Returns the end-of-sequence tokens, as vLLM does.
 

@@ -34,9 +34,9 @@ from .registry import (
     find_linear_method,
     load_model_config,
     with_context,
+    with_head,
     with_quantization,
     with_stored_quantization,
-    with_untied_head,
 )
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
@@ -107,8 +107,10 @@ def open_checkpoint(
     """
     config = load_model_config(folder, model_impl)
     stored = read_tensors(folder)
-    if config.text_model_of and config.transformers is None:
-        stored = {plain_name(name): tensor for name, tensor in stored.items()}
+    # A text model alone may have names of the multimodal model: transformers writes them for a
+    # Qwen3_5ForCausalLM that it made of a Qwen3_5ForConditionalGeneration.
+    plain = {plain_name(name): tensor for name, tensor in stored.items()}
+    stored = plain if config.transformers is None else plain | stored
     if config.experts and config.experts.may_be_stacked:
         stored = unstack_experts(stored, config.experts.num_experts)
     config = with_stored_quantization(config, folder, stored)
@@ -122,15 +124,24 @@ def open_checkpoint(
     reason = _NOT_A_LINEAR if is_linear_only else _OTHER_QUANTIZATION
     tensors: dict[str, StoredTensor] = {}
     for part, dtype in _weight_slices(config):
-        found = next(
-            (stored[name] for name in (part.name, *part.other_names) if name in stored), None
-        )
+        found = _find(part, stored)
         if found is None:
             raise _missing(folder, part.name, stored, reason)
         _check_tensor(found, part, dtype, reason)
         tensors[part.name] = found
     check_tokenizer(folder, config)
     return Checkpoint(folder=folder, config=config, tensors=tensors)
+
+
+def _find(part: WeightSlice, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
+    """Returns the stored tensor of a slice; None without one.
+
+    A decoder that was saved without its head, such as Qwen3-Embedding and GPT-2, has names without
+    their first part: layers.0 instead of model.layers.0.
+    """
+    names = (part.name, *part.other_names)
+    bare = (name.partition(".")[2] for name in names)
+    return next((stored[name] for name in (*names, *bare) if name in stored), None)
 
 
 def _weight_slices(config: ModelConfig) -> list[tuple[WeightSlice, torch.dtype]]:
@@ -146,14 +157,18 @@ def _with_stored_head(
 
     As in transformers 5, a stored head that is not a copy of the embedding is used in spite of
     tie_word_embeddings: a training tool has untied them. If only the head is stored, it also
-    serves as the embedding.
+    serves as the embedding. If neither a head nor names of a model with a head are stored, as in
+    Qwen3-Embedding-8B, the head is tied: embeddings do not need it.
     """
     if not config.tie_word_embeddings:
-        return config, stored
+        is_bare = any(name.startswith("layers.") for name in stored)
+        has_head = any(name.startswith("lm_head.") for name in stored)
+        needs_none = is_bare and not has_head
+        return (with_head(config, is_tied=True) if needs_none else config), stored
     tied = {part.name: part for part, _ in _weight_slices(config)}
     if stored.keys() <= tied.keys():
         return config, stored
-    untied = with_untied_head(config)
+    untied = with_head(config, is_tied=False)
     head = [part for part, _ in _weight_slices(untied) if part.name not in tied]
     prefixes = tuple({f"{part.name.rpartition('.')[0]}." for part in head})
     own = (

@@ -22,6 +22,7 @@ from .config import (
     read_eos_token_ids,
     read_fields,
     read_json,
+    text_fields,
 )
 from .models.cohere2 import Cohere2ForCausalLM, parse_cohere2_config
 from .models.family import ModelFamily
@@ -276,12 +277,12 @@ def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
     return replace(config, quantization={"quant_method": quant_method})
 
 
-def with_untied_head(config: ModelConfig) -> ModelConfig:
-    """Returns the config of the model with a head that is not tied to the embedding."""
+def with_head(config: ModelConfig, *, is_tied: bool) -> ModelConfig:
+    """Returns the config of the model with a head that is, or is not, tied to the embedding."""
     fields = config.transformers
     if fields is not None:
-        fields = {**fields, "tie_word_embeddings": False}
-    return replace(config, tie_word_embeddings=False, transformers=fields)
+        fields = {**fields, "tie_word_embeddings": is_tied}
+    return replace(config, tie_word_embeddings=is_tied, transformers=fields)
 
 
 def longest_context(config: ModelConfig) -> int:
@@ -353,6 +354,9 @@ def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", f"must be one name, is {names!r:.60}")
+    for each in (fields, text_fields(fields)):
+        if not each.boolean("is_causal", True):
+            raise each.error("is_causal", "false, attention to later tokens, is not supported")
     try:
         config = _parse_text_model(fields, names[0]) if model_impl == "auto" else None
         if config is None:

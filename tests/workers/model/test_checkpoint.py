@@ -132,6 +132,11 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("config.json", "architectures", "GPT2LMHeadModel"),
     ),
     "no architecture": (unset_config("architectures"), ("config.json", "architectures")),
+    "bidirectional": (set_config(is_causal=False), ("config.json", "is_causal", "later tokens")),
+    "bidirectional text model": (
+        set_config(text_config={"is_causal": False}),
+        ("config.json", "text_config.is_causal"),
+    ),
     "activation": (set_config(hidden_act="gelu"), ("config.json", "hidden_act", "gelu")),
     "missing field": (unset_config("hidden_size"), ("config.json", "hidden_size")),
     "string for integer": (set_config(num_hidden_layers="2"), ("config.json", "num_hidden_layers")),

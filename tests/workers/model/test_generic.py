@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -270,6 +271,7 @@ def write_config(folder: Path, kind: str, **overrides: Any) -> None:
         ({"model_type": None}, "model_type: is missing"),
         ({"architectures": ["CohereForConditionalGeneration"]}, "architectures: .* is no decoder"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.bits: "),
+        ({"is_causal": False}, "is_causal: false, attention to later tokens, is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide the 4 query heads"),
         ({"num_experts": 10**9}, "num_experts: must be at most"),
         ({"hidden_size": "wide"}, "hidden_size: not valid to transformers' CohereConfig"),
@@ -307,6 +309,17 @@ def test_a_model_without_a_plan_is_for_one_rank(tmp_path: Path) -> None:
         ValueError, match="transformers has no plan to split GPT2LMHeadModel; use 1"
     ):
         check_config_split(config, 2)
+
+
+def test_names_of_weights_may_lack_their_first_part(tmp_path: Path) -> None:
+    """As those of GPT-2 on the hub."""
+    folder = make_tiny_decoder(tmp_path, "gpt2")
+    expected = checks.tokens_alone(load(folder))
+    path = folder / "model.safetensors"
+    bare = {name.removeprefix("transformer."): each for name, each in load_file(path).items()}
+    assert "wte.weight" in bare
+    save_file(bare, path)
+    assert checks.tokens_alone(load(folder)) == expected
 
 
 def test_ours_is_taken_where_there_is_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ several in a batch with the base model, over ranks, in chunks; and which folders
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -129,6 +130,33 @@ def test_alone(
         assert (logits[0][0] - reference_logits(peft_model, ids)[-1]).abs().max() <= TOLERANCE
         assert tokens == reference_greedy(peft_model, ids, 16)
     driver.drop(1)
+
+
+@pytest.mark.parametrize("decoder", ["model.language_model", "language_model.model"])
+def test_an_adapter_may_have_the_names_of_a_multimodal_model(
+    model: Path,
+    folders: dict[str, Path],
+    decoder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As adapters of Gemma 3 and Qwen3.5 that were trained with images."""
+    renamed = shutil.copytree(folders["eight"], tmp_path / "renamed")
+    path = renamed / "adapter_model.safetensors"
+    prefix = "base_model.model."
+    stored = {
+        name.replace(f"{prefix}model.", f"{prefix}{decoder}."): each
+        for name, each in load_file(path).items()
+    }
+    assert all(name.startswith(f"{prefix}{decoder}.layers.") for name in stored)
+    save_file(stored, path)
+    found = []
+    for folder in (folders["eight"], renamed):
+        driver = Driver(load_all(load(model), {"one": folder}))
+        with recorded_logits(monkeypatch) as logits:
+            driver.run(driver.step(1, prompt(20), 0, adapter=NUMBERS["one"]))
+        found.append(logits[0])
+    assert torch.equal(*found)
 
 
 def advance(
@@ -430,6 +458,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "PiSSA": (
         settings(init_lora_weights="pissa_niter_4"),
         "adapter_config.json: init_lora_weights: 'pissa_niter_4'",
+    ),
+    "LoRA-GA": (
+        settings(init_lora_weights="lora_ga"),
+        "adapter_config.json: init_lora_weights: 'lora_ga'",
     ),
     "no weights": (
         written("adapter_model.safetensors", None),

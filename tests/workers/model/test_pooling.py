@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt, reference
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.engine.plan import Pooling, SamplingParams
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
 KINDS: tuple[Pooling, ...] = ("last", "mean")
@@ -57,6 +59,25 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, family: str, model
         for size in (100, 13, 1):
             for ours, theirs in zip(embed(runner, kind, size), reference_rows, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_may_have_been_saved_without_its_head(
+    tmp_path: Path, tied: bool, model_impl: str
+) -> None:
+    """As Qwen3-Embedding: names begin with layers, and config.json of 8B asks for a head."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=tied)
+    rows = expected(folder, "last")
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    stored.pop("lm_head.weight", None)
+    save_file({name.removeprefix("model."): each for name, each in stored.items()}, path)
+    assert open_checkpoint(folder, model_impl).config.tie_word_embeddings
+    for ours, theirs in zip(
+        embed(load(folder, model_impl=model_impl), "last", 100), rows, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 def test_ranks_agree_on_an_embedding(tiny_model: Path) -> None:

@@ -21,6 +21,7 @@ from tandem.tests.tiny_quantized import (
     FP8,
     compressed_config,
     gptq_config,
+    make_quantized_decoder,
     make_quantized_model,
     set_quantization,
 )
@@ -42,7 +43,8 @@ from tandem.workers.model.module import all_parameters
 from tandem.workers.model.quant.int4 import Int4LinearMethod
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.quant.scaled import ScaledLinearMethod
-from tandem.workers.model.quant.stored import StoredLinearMethod
+from tandem.workers.model.quant.stored import StoredLinearMethod, quantization_fields
+from tandem.workers.model.quant.targets import is_plain
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.runner import ModelRunner
 
@@ -333,8 +335,16 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
             "checkpoint_format: 'marlin' is not supported, only gptq, ",
         ),
         (
-            gptq_config() | {"dynamic": {"-:lm_head": {}}},
-            "dynamic: separate settings of single layers are not supported",
+            gptq_config() | {"dynamic": {"-:(": {}}},
+            "dynamic: 're:(' is not a pattern that can be matched",
+        ),
+        (
+            gptq_config() | {"dynamic": {"+:.*q_proj": True}},
+            "dynamic: '+:.*q_proj': must be an object",
+        ),
+        (
+            gptq_config() | {"dynamic": {".*q_proj": {"bits": 3}}},
+            "bits: 3 is not supported, only 4 and 8",
         ),
         (AWQ | {"version": "gemv"}, "version: 'gemv' is not supported, only 'gemm'"),
         (AWQ | {"zero_point": False}, "zero_point: must be true"),
@@ -400,6 +410,56 @@ def test_maps_of_one_input_may_be_stored_in_different_ways(
     expected = reference_greedy(reference(plain), prompt(30), 12)
     assert generate(load(quantized)) == expected
     assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+def test_parts_of_a_map_may_lie_on_both_sides_of_maps_in_another_format(tmp_path: Path) -> None:
+    """In Qwen3.5, q_proj has queries and their gates; keys and values lie between them."""
+    quantized, plain = make_quantized_decoder(tmp_path, "qwen3_5_text", FP8, names="q_proj")
+    expected = reference_greedy(reference(plain), prompt(30), 12)
+    assert generate(load(quantized)) == expected
+    assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_dynamic_settings_of_gptq_exclude_layers_or_change_them(
+    tmp_path: Path, bits: int | None
+) -> None:
+    """As in the checkpoints of Qwen3.5, which exclude all attention."""
+    other = gptq_config(bits, 32) if bits else None
+    quantized, plain = with_own_map(tmp_path, gptq_config(), "down_proj", other)
+    own = {"+:.*down_proj": {"bits": 8, "group_size": 32}} if bits else {"-:.*down_proj": {}}
+    patterns = {"lm_head": {}, **own, ".*down": {"bits": 3}}
+    set_quantization(quantized, gptq_config() | {"dynamic": patterns})
+    expected = reference_greedy(reference(plain), prompt(30), 12)
+    assert generate(load(quantized)) == expected
+    assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "excluded", "kept"),
+    [
+        ("model.layers.1", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"),
+        ("model.layers.1.", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"),
+        ("mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj_2"),
+        ("model.layers.*.mlp.gate", "model.layers.9.mlp.gate", "model.layers.9.mlp.gate_proj"),
+        ("*.gate", "model.layers.9.mlp.gate", "model.layers.9.mlp.gate_proj"),
+        (".*self_attn.*", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"),
+        (
+            r"re:model\.language_model\.layers\.(?:1|2)\.mlp.*",
+            "model.layers.1.mlp.up_proj",
+            "model.layers.11.mlp.up_proj",
+        ),
+        ("re:.*language_model[.].*mlp.*", "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"),
+        ("re:.*up_proj$", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"),
+    ],
+)
+def test_layers_are_excluded_by_name_part_and_pattern(
+    entry: str, excluded: str, kept: str
+) -> None:
+    """AWQ checkpoints write a dot after a name, and transformers reads an entry as a pattern."""
+    fields = quantization_fields({"modules_to_not_convert": [entry]})
+    assert is_plain(fields, excluded)
+    assert not is_plain(fields, kept)
 
 
 FP8_OF_MAPS: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.import_utils import BACKENDS_MAPPING
 
+from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_multimodal import IS_OLD, MULTIMODAL, make_tiny_multimodal
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load, reference
@@ -105,6 +106,17 @@ def test_checkpoints_may_have_the_names_of_transformers_modules(
         folder,
         {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."},
     )
+    assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_a_text_model_alone_may_have_the_names_of_the_multimodal_model(
+    tmp_path: Path, model_impl: str
+) -> None:
+    """As transformers saves a Qwen3_5ForCausalLM that it loaded from a multimodal checkpoint."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3_5")
+    expected = checks.tokens_alone(load(folder, model_impl=model_impl))
+    change_names(folder, {"model.": "model.language_model."})
     assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
 
 

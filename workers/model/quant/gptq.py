@@ -25,7 +25,7 @@ from .stored import (
     within_words,
     word_span,
 )
-from .targets import is_plain
+from .targets import is_plain, matches
 from .unquantized import UnquantizedLinearMethod
 
 # The place of each output in a word of AWQ's GEMM packing.
@@ -35,8 +35,10 @@ _AWQ_ORDER: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 def gptq_method(quantization: Mapping[str, Any], name: str) -> LinearMethod:
     """Returns the method of a layer of a GPTQ checkpoint. Raises CheckpointError."""
     fields = quantization_fields(quantization)
-    if _is_left_out(fields, name):
+    own = _own_settings(fields, name)
+    if own is None or _is_left_out(fields, name):
         return UnquantizedLinearMethod()
+    fields = quantization_fields({**quantization, **own})
     bits = _bits(fields, (4, 8))
     group_size = _group_size(fields)
     version = fields.text("checkpoint_format", "gptq")
@@ -45,8 +47,6 @@ def gptq_method(quantization: Mapping[str, Any], name: str) -> LinearMethod:
             "checkpoint_format",
             f"{version!r:.60} is not supported, only {', '.join(_GPTQ_DECODERS)}",
         )
-    if fields.mapping("dynamic"):
-        raise fields.error("dynamic", "separate settings of single layers are not supported")
     symmetric = fields.boolean("sym", True)
     act_order = fields.boolean("desc_act", False)
     if name == "lm_head" and not fields.boolean("lm_head", False):
@@ -173,6 +173,22 @@ def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
     """Maps words [rows, words of outputs] to [rows, outputs]."""
     numbers = unpack(words, 4)
     return numbers.view(len(words), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].flatten(1)
+
+
+def _own_settings(fields: Fields, name: str) -> dict[str, Any] | None:
+    """Returns the settings of one layer in `dynamic`; None if its weight is plain.
+
+    As in GPTQModel, the first pattern that matches the beginning of the layer's name counts. A
+    pattern after `-:` excludes layers, and `+:` may precede the others. Raises CheckpointError.
+    """
+    for pattern, settings in fields.mapping("dynamic").items():
+        if matches(fields, "dynamic", f"re:{pattern.removeprefix('-:').removeprefix('+:')}", name):
+            if pattern.startswith("-:"):
+                return None
+            if not isinstance(settings, dict):
+                raise fields.error("dynamic", f"{pattern!r:.60}: must be an object")
+            return settings
+    return {}
 
 
 def _is_left_out(fields: Fields, name: str) -> bool:

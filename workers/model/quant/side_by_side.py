@@ -4,6 +4,7 @@ For example, a checkpoint has a plain v_proj beside a quantized q_proj.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import groupby
 
@@ -21,13 +22,16 @@ class SideBySideLinearMethod(LinearMethod):
     def __init__(self, methods: dict[str, LinearMethod]) -> None:
         """`methods` has the method of each map by its name; adjacent maps may share one."""
         self._by_name = methods
-        self.methods = list({id(each): each for each in methods.values()}.values())
+        self.methods: list[LinearMethod] = []
 
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
         for _, group in groupby(partition.outputs, lambda output: id(self._by_name[output[0]])):
             outputs = tuple(group)
             part = replace(partition, outputs=outputs, gated=False)
-            self._by_name[outputs[0][0]].create_weights(part, dtype)
+            # A copy: other maps may lie between parts of one map, such as queries and their gates.
+            method = copy(self._by_name[outputs[0][0]])
+            method.create_weights(part, dtype)
+            self.methods.append(method)
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         parts = torch.cat([method.apply(x) for method in self.methods], dim=-1)
