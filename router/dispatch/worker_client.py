@@ -21,6 +21,8 @@ _SILENT: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="
 """The worker is frozen or cut off, which no request can cause. Its session is not used again."""
 _REPLACED: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker gone")
 """Another process, which has received no request, answers at the worker's address."""
+_STOPPED: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker stopped")
+"""The worker drained and ended the session. It has answered all submits that it has read."""
 
 _Call = PeerStream[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
@@ -250,6 +252,8 @@ class WorkerClient:
         writer = asyncio.create_task(self._write(call))
         try:
             await self._receive(call)
+            if self._drains:
+                self._end = _STOPPED
         except grpc.aio.AioRpcError as error:
             self._end = _end_of(error)
             self.was_lost = self.heard and (bool(self._streams) or not self._drains)

@@ -88,9 +88,15 @@ class Scenario:
         stops = stops_of(sampling, self.expected) if sampling in RULED else NO_STOPS
         async with AsyncExitStack() as stack:
             await self._block(stack)
+            # Sessions break on a busy machine, and a request passes by a lost worker.
+            await until(lambda: not self.cluster.registry.has_lost, "no worker is lost")
             asked = asyncio.create_task(collect(self.cluster.dispatcher, request, stops, self._see))
             stack.callback(asked.cancel)
-            await until(lambda: self.entry.control.num_submits >= 2, "the request is submitted")
+            await until(
+                lambda: self.entry.control.num_submits >= 2 or asked.done(),
+                "the request is submitted",
+            )
+            _check_open(asked)
             self.cluster.show(*self.nodes)
             await self._reach(asked)
             await self._inject()
@@ -149,8 +155,7 @@ class Scenario:
         streams = self.case.sampling != "beam"  # which gives its tokens at its end
         if self.case.point in ("token", "last") and streams:
             await until(lambda: self.has_tokens or asked.done(), "the client has tokens")
-        if asked.done():
-            raise OverBefore(f"it was over before: {asked.exception() or asked.result()}")
+        _check_open(asked)
 
     def _num_transfers_lost(self) -> int:
         """Returns how many fetches of the request have failed."""
@@ -232,6 +237,12 @@ class Scenario:
         await asyncio.gather(*(node.restart() for node in spent))
         for node in self.nodes:
             node.control.clear()
+
+
+def _check_open(asked: "asyncio.Task[Result]") -> None:
+    """Raises OverBefore if the request has ended."""
+    if asked.done():
+        raise OverBefore(f"it was over before: {asked.exception() or asked.result()}")
 
 
 async def prepare(

@@ -5,16 +5,17 @@ is blamed.
 import asyncio
 import signal
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 
 from tandem.proto import worker_pb2
 from tandem.proto.channel import SILENCE_SECONDS
 from tandem.router.dispatch.worker_client import WorkerClient
-from tandem.tests.matrix.cases import PROMPT_LENGTH
+from tandem.tests.matrix.cases import PROMPT_LENGTH, Case
 from tandem.tests.matrix.cluster import Choice, Cluster, Result, collect, make_request
 from tandem.tests.matrix.proxy import Proxy
-from tandem.tests.matrix.scenario import until
+from tandem.tests.matrix.scenario import audit, prepare, until
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
 from tandem.tests.waits import WAIT
@@ -107,3 +108,20 @@ async def test_the_streams_of_a_frozen_worker_go_on_within_three_seconds(cluster
     first.signal(signal.SIGCONT)
     assert outputs == [expected] * 4
     await cluster.check_books([first, other])
+
+
+async def test_a_case_begins_at_its_entry_after_the_session_there_broke(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the entry is lost, the decode worker would compute the prompt."""
+    scenario = await prepare(cluster, Case("cut", "token", "seed", "1+1"))
+    block, link = scenario._block, scenario.entry.router_link
+
+    async def block_and_lose(stack: AsyncExitStack) -> None:
+        await block(stack)
+        link.swallow()
+        await until(lambda: cluster.registry.has_lost, "the entry is lost")
+        asyncio.get_running_loop().call_later(0.5, link.heal)
+
+    monkeypatch.setattr(scenario, "_block", block_and_lose)
+    await audit(scenario)

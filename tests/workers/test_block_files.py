@@ -2,6 +2,7 @@
 process is killed.
 """
 
+import errno
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -229,6 +231,22 @@ def test_links_are_not_followed(tmp_path: Path, files: BlockFiles) -> None:
     put(files, 3)
     assert secret.read_text() == "before"
     assert held(files) == [2, 3]
+
+
+def test_a_disk_that_has_become_read_only_is_still_read(
+    tmp_path: Path, files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(files, 1, 2)
+    (path,) = tmp_path.rglob(f"*{digest(2).hex()}.kv")
+    path.write_bytes(b"damaged")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert files.read(digest(1)) == payload(1)
+    assert files.read(digest(2)) is None
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:

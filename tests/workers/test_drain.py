@@ -92,6 +92,17 @@ async def test_an_idle_session_hears_of_it_at_once_and_of_nothing_else() -> None
                 await session._call.read()
 
 
+async def test_an_idle_worker_that_stops_reports_that_it_drains() -> None:
+    """So a submit that it does not read any more counts as no crash."""
+    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="worker", role="decode")
+    async with asyncio.timeout(WAIT), peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        await session.read()
+        await worker.stop()
+        await until_draining(session)
+        assert await session.read() is None
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("-inf"), -1.0])
 async def test_a_timeout_of_no_sense_is_none(seconds: float) -> None:
     worker = await Worker.serve(

@@ -58,6 +58,16 @@ async def test_a_closed_session_sends_queued_outputs_and_then_ends() -> None:
         assert await session.take() is None
 
 
+async def test_a_closed_session_reports_its_last_load() -> None:
+    session = RouterSession()
+    session.wake()
+    session.close()
+    await taken(session)
+    assert session.reports_load
+    async with asyncio.timeout(WAIT):
+        assert await session.take() is None
+
+
 async def test_close_wakes_a_waiting_take() -> None:
     session = RouterSession()
     waiting = asyncio.ensure_future(session.take())

@@ -305,7 +305,9 @@ class Scheduler:
         if not self._requests.waiting:
             return False
         sequence = self._requests.waiting[0]
-        if self._requests.num_holding + sequence.num_branches > self.budgets.max_sequences:
+        num_holding = self._requests.num_holding
+        # One that waits from before a role with fewer sequences runs alone.
+        if num_holding and num_holding + sequence.num_branches > self.budgets.max_sequences:
             return False
         hit = self._requests.find_hit(sequence)
         blocks = [self.pool.block_of(name) for _, names in hit.parts for name in names]

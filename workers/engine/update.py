@@ -52,6 +52,8 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         elif sequence.search not in searches:
             searches.append(sequence.search)
     for search in searches:
+        if search.spec.id not in table.searches:  # a later beam of the step has failed
+            continue
         candidates = [samples.logprobs[member.spec.id][0].top for member in search.members]
         events += advance_search(table, search, candidates)
     return events

@@ -154,7 +154,8 @@ class BlockFiles:
     def read(self, digest: bytes) -> memoryview | None:
         """Returns the bytes of a block and makes it the most recently used.
 
-        Returns None if the block is missing, damaged or unreadable; removes such a file.
+        Returns None if the block is missing, damaged or unreadable; removes such a file, unless
+        the disk refuses that.
         """
         name = self._name(digest)
         try:
@@ -162,7 +163,8 @@ class BlockFiles:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with os.fdopen(os.open(name, flags, dir_fd=self._folder), "rb") as file:
                 data = memoryview(file.read(self._size + 1))
-                _touch(file.fileno())
+                with suppress(OSError):  # the disk may have become read-only
+                    _touch(file.fileno())
         except OSError:
             data = memoryview(b"")
         payload = data[_HEADER.size :]
@@ -173,7 +175,8 @@ class BlockFiles:
             if is_whole and name in self._files:
                 self._files.move_to_end(name)
             elif name in self._files:
-                self._remove(name)
+                with suppress(OSError):
+                    self._remove(name)
         return payload if is_whole else None
 
     def _header(self, digest: bytes, parts: Sequence[memoryview]) -> bytes:

@@ -160,7 +160,7 @@ class RouterSession:
         self._ready.set()
 
     def close(self) -> None:
-        """Ends the stream: `take` returns None after all queued outputs."""
+        """Ends the stream: `take` returns None after all queued outputs and the load."""
         self._closed = True
         self._ready.set()
 
@@ -173,7 +173,7 @@ class RouterSession:
             self._ready.clear()
             await self._ready.wait()
         self.reports_load, self._woken = self._woken, False
-        if self._closed and not (self._outputs or self._unfinished):
+        if self._closed and not (self._outputs or self._unfinished or self.reports_load):
             return None
         outputs = self._take_outputs()
         taken = dict(itertools.islice(self._changes.items(), _MAX_HASHES))

@@ -243,6 +243,20 @@ async def test_the_end_of_the_session_reaches_every_stream(how: str) -> None:
             reader.stream.cancel()
 
 
+@pytest.mark.parametrize("drains", [True, False])
+async def test_what_a_worker_that_drains_has_not_read_is_no_crash(drains: bool) -> None:
+    async with connected() as (worker, client, _):
+        reader = Reader(client, "a")
+        await worker.commands.get()
+        load = worker_pb2.WorkerLoad(draining=drains)
+        worker.answers.put_nowait(worker_pb2.SessionResponse(load=load))
+        worker.answers.put_nowait(None)
+        assert await reader.next() is None
+        assert reader.stream.failure is not None
+        kind = worker_pb2.FAILURE_KIND_GONE if drains else worker_pb2.FAILURE_KIND_WORKER
+        assert reader.stream.failure.kind == kind
+
+
 async def test_what_came_before_the_break_is_still_there() -> None:
     async with connected() as (worker, client, _):
         reader = Reader(client, "a")

@@ -1,6 +1,7 @@
 """Several continuations of one prompt: computed once, forked, and each what it would be alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from tandem.workers.engine.events import (
     PrefillFinished,
     Progress,
 )
-from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.engine.plan import CpuShare, SamplingParams
 from tandem.workers.engine.sequence import FinishReason, Task, Turn
 
 
@@ -328,6 +329,22 @@ def test_choices_count_as_sequences_from_their_admission_on(worker: MakeWorker) 
         22,
         23,
     }
+
+
+def test_choices_that_wait_for_more_sequences_than_a_new_role_has_run_alone(
+    worker: MakeWorker,
+) -> None:
+    target = worker()
+    target.submit(spec(1))
+    target.step()
+    target.submit(spec(2, num_choices=4))
+    budgets = replace(target.engine.config.budgets, max_sequences=2)
+    target.engine.take_role(budgets, CpuShare(nice=0, num_threads=1))
+    target.submit(spec(9, PROMPT[::-1]))
+    events = run(target)
+    assert choices_of(events, 2, 4) == expected_choices(PROMPT, 4, 4, VOCAB_SIZE)
+    assert finish_of(events, 9) == [FinishReason.LENGTH]
+    target.check_idle()
 
 
 @pytest.mark.parametrize(("length", "n", "least"), [(5, 4, 2 + 4), (4, 4, 2 + 2), (4, 5, 4)])

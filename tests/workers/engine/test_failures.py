@@ -17,7 +17,7 @@ from tandem.tests.workers.engine.fake import expected_choices
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent
 from tandem.workers.engine.events import Admitted, Failed, Progress
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.engine.sequence import FinishReason, Task
+from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
 
 BOUND = SamplingParams(temperature=0.5, grammar="g")
 
@@ -72,6 +72,22 @@ def test_after_the_fork_each_choice_fails_alone(worker: MakeWorker, failing: int
         reported = tokens_of(events, number)
         assert reported == (tokens[: len(reported)] if number == failing else tokens)
         assert (len(reported) < 9) == (number == failing)
+    target.check_idle()
+
+
+@pytest.mark.parametrize("failing", [5, 6, 7])
+def test_a_search_ends_as_one_if_any_of_its_beams_fails(worker: MakeWorker, failing: int) -> None:
+    target = worker()
+    target.submit(spec(5, max_tokens=9, num_choices=3, beam=BeamSearch(num_best=2)))
+    target.submit(spec(1, PROMPT[::-1], max_tokens=9))
+    events: list[SeqEvent] = []
+    while 7 not in target.sequences:
+        events += target.step()
+    target.executor.failing[failing] = "why"
+    events += run(target)
+    assert failures(events) == [(5, "why")]
+    assert tokens_of(events, 5) == []
+    assert tokens_of(events, 1) == expected(PROMPT[::-1], 9)
     target.check_idle()
 
 
