@@ -23,10 +23,10 @@ from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
 TOLERANCE: Final = 1e-4
-_LENGTHS: Final = (1, 2, 17, 63, 130, 300)
+_LENGTHS: Final = (1, 2, 31, 300)  # within and beyond a window, a block and a chunk of a recurrence
 _GREEDY: Final = ((1, 1), (16, 2), (63, 3), (300, 4))  # tokens of each prompt, and its seed
-_NUM_TOKENS: Final = 12
-_NUM_MOVED: Final = 4  # tokens after a transfer; those after them are computed as without one
+_NUM_TOKENS: Final = 10  # the prompt of 16 tokens goes beyond a window
+_NUM_MOVED: Final = 3  # tokens after a transfer; those after them are computed as without one
 
 
 def load_generic(folder: Path) -> ModelRunner:
@@ -36,6 +36,7 @@ def load_generic(folder: Path) -> ModelRunner:
 def check_decoder(folder: Path, *, moves: bool = True) -> list[list[int]]:
     """Checks logits and tokens, alone and if it `moves` after a transfer; returns the tokens."""
     checkpoint = open_checkpoint(folder, "transformers")
+    assert checkpoint.config.transformers is not None
     model, runner = reference(folder), load_opened(checkpoint)
     assert logit_difference(model, runner) <= TOLERANCE
     tokens = tokens_alone(runner)
