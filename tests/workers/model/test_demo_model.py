@@ -16,7 +16,7 @@ from tandem.workers.kv_cache.layout import QUANTIZED
 from tandem.workers.model import loader
 from tandem.workers.model.runner import ModelRunner
 
-LENGTHS = (16, 40, 130, 300)
+LENGTHS = (40, 300)
 NUM_TOKENS = 5
 NUM_SCORED = 1000  # tokens of which perplexity is computed
 
