@@ -82,8 +82,8 @@ def on_ranks(
 
 def generate(runner: ModelRunner) -> list[Any]:
     driver = Driver(runner)
-    sampled = driver.generate(8, prompt(30, 1), 16, SAMPLED)
-    return [mixed_steps(runner), driver.generate(9, prompt(70, 2), 24), sampled]
+    sampled = driver.generate(8, prompt(30, 1), 10, SAMPLED)
+    return [mixed_steps(runner), driver.generate(9, prompt(70, 2), 12), sampled]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
