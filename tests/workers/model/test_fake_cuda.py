@@ -216,7 +216,7 @@ def test_families(watch: Watch, family: str) -> None:
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_sampling(watch: Watch, sampling: str) -> None:
     """Each kind alone, because a batch of equal kinds takes other ways through the sampler."""
-    runner = load(watch, config_of("llama"))
+    runner = load(watch, config_of("llama", num_hidden_layers=1))
     run_steps(runner, SAMPLING[sampling])
     run_steps(runner, *[SAMPLING[sampling]] * 3)
     assert "_sample_kernel" in watch.launched
@@ -224,8 +224,8 @@ def test_sampling(watch: Watch, sampling: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_checkpoint_formats(watch: Watch, form: str) -> None:
-    runner = load(watch, config_of("llama", quantization_config=FORMATS[form]))
-    run_steps(runner, GREEDY, GREEDY)
+    config = config_of("llama", num_hidden_layers=1, quantization_config=FORMATS[form])
+    run_steps(load(watch, config), GREEDY, GREEDY)
 
 
 def test_weights_rounded_to_fp8(watch: Watch) -> None:
