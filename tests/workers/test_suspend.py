@@ -239,7 +239,7 @@ async def test_a_group_suspends_and_continues_on_all_its_ranks(
 ) -> None:
     request: dict[str, Any] = {
         "token_ids": PROMPT,
-        "max_tokens": 100,
+        "max_tokens": 60,
         "ignore_eos": True,
         "num_choices": 2,
     }
