@@ -19,6 +19,7 @@ from tandem.tests.workers.model.helpers import (
     reference_logits,
 )
 from tandem.tests.workers.model.test_parallel import on_ranks
+from tandem.workers.model.checkpoint import Checkpoint
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
@@ -33,9 +34,11 @@ def load_generic(folder: Path) -> ModelRunner:
     return load(folder, model_impl="transformers")
 
 
-def check_decoder(folder: Path, *, moves: bool = True) -> list[list[int]]:
+def check_decoder(
+    folder: Path, checkpoint: Checkpoint | None = None, *, moves: bool = True
+) -> list[list[int]]:
     """Checks logits and tokens, alone and if it `moves` after a transfer; returns the tokens."""
-    checkpoint = open_checkpoint(folder, "transformers")
+    checkpoint = checkpoint or open_checkpoint(folder, "transformers")
     assert checkpoint.config.transformers is not None
     model, runner = reference(folder), load_opened(checkpoint)
     assert logit_difference(model, runner) <= TOLERANCE

@@ -18,7 +18,7 @@ from transformers.utils.import_utils import BACKENDS_MAPPING
 
 from tandem.tests.tiny_multimodal import IS_OLD, MULTIMODAL, make_tiny_multimodal
 from tandem.tests.workers.model import decoder_checks as checks
-from tandem.tests.workers.model.helpers import load, reference
+from tandem.tests.workers.model.helpers import load, load_opened, reference
 from tandem.tests.workers.model.test_generic import change_config
 from tandem.workers.model.config import CheckpointError, read_fields, text_model_of
 from tandem.workers.model.generic.config import read_config
@@ -52,13 +52,16 @@ def change_names(folder: Path, change: dict[str, str | None]) -> None:
 def test_a_text_model_gives_what_transformers_gives(tmp_path: Path, kind: str) -> None:
     """On one rank, and a sample on two ranks and after a transfer."""
     folder = make_tiny_multimodal(tmp_path, kind)
-    tokens = checks.check_decoder(folder, moves=kind in SAMPLE)
-    config = open_checkpoint(folder).config
+    checkpoint = generic = open_checkpoint(folder)
+    config = checkpoint.config
+    if kind in NATIVE:
+        generic = open_checkpoint(folder, "transformers")
+    tokens = checks.check_decoder(folder, generic, moves=kind in SAMPLE)
     assert config.text_model_of == MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]
     assert text_model_of(read_fields(folder)) == config.text_model_of
     if kind in NATIVE:
         assert config.transformers is None
-        assert checks.tokens_alone(load(folder)) == tokens
+        assert checks.tokens_alone(load_opened(checkpoint)) == tokens
     if kind in SAMPLE:
         assert checks.tokens_of_two_ranks(folder) in (None, [tokens] * 2)
 
