@@ -210,9 +210,11 @@ async def test_a_moved_request_ends_as_it_would_have(
         "prefix_caching": prefix_caching,
         "kv_cache_dtype": kv_cache_dtype,
     }
-    names, counts = tuple(REQUESTS), (1, 2, 16, 23)
+    names = list(REQUESTS)
+    counts = [1, 2, 16, 23]
     if kv_cache_dtype != "auto":  # only the bytes that move are others
-        names, counts = ("greedy", "log probabilities", "choices under a grammar"), (1, 23)
+        names = ["greedy", "log probabilities", "choices under a grammar"]
+        counts = [1, 23]
     async with real_workers(folder, 1, 1, **config) as (_, sessions):
         for name in names:
             fields = REQUESTS[name]

@@ -24,7 +24,7 @@ from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
 TOLERANCE: Final = 1e-4
-_LENGTHS: Final = (1, 2, 63, 300)  # within and beyond a window, a block and a chunk of a recurrence
+_LENGTHS: Final = (1, 2, 63, 300)  # on both sides of a window, a block and a recurrence's chunk
 _GREEDY: Final = ((1, 1), (16, 2), (63, 3), (300, 4))  # tokens of each prompt, and its seed
 _NUM_TOKENS: Final = 10  # the prompt of 16 tokens goes beyond a window
 _NUM_MOVED: Final = 3  # tokens after a transfer; those after them are computed as without one

@@ -55,7 +55,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     One layer, but for those whose layers differ.
     """
     layer_types = ["sliding_attention", "full_attention"]
-    alternating = {"num_hidden_layers": 2, "layer_types": layer_types}
+    alternating: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": layer_types}
     sizes = alternating if request.param in ("gemma2", "gpt_oss") else ONE_LAYER
     return make_tiny_model(tmp_path, request.param, **sizes)
 
