@@ -16,9 +16,9 @@ import pytest
 from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
 from tandem.tests.waits import WAIT
 
-NUM_TOKENS = 100
+NUM_TOKENS = 60
 FEW_TOKENS = 20  # of answers that nothing disturbs
-PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 37 * n)] for n in range(16)]
+PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 17 * n)] for n in range(16)]
 
 
 @pytest.fixture(scope="module")
