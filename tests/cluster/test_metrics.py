@@ -253,7 +253,7 @@ async def test_tokens_are_seen_while_a_stream_runs(folder: Path) -> None:
         page = await scrape(router.ops_address)
         assert page.value("vllm:num_requests_running") == 1
         assert page.value("vllm:prompt_tokens_total") == len(prompt(2))
-        assert 1 <= page.value("vllm:generation_tokens_total") < 1_900
+        assert 1 <= page.value("vllm:generation_tokens_total") < 1_000
         assert page.value("vllm:request_success_total") == 0
         used = await scrape_until(
             lambda page: page.value("vllm:kv_cache_usage_perc") > 0, router.ops_address
