@@ -234,7 +234,7 @@ from tandem.tests.workers.model.chains import CHAINS, longest
 from tandem.workers.model.sampling.grammar_cache import GrammarCache
 
 threading.stack_size(2**19)  # less than any thread has that steps an engine or computes masks
-grammars = GrammarCache(Path(sys.argv[1]), 512, (1,))
+grammars = GrammarCache(Path(sys.argv[1]), 512, (1,))  # EOS_ID
 
 def use(kind):
     text = longest(CHAINS[kind], limits.MAX_GRAMMAR_CHARACTERS)
@@ -276,7 +276,7 @@ from pathlib import Path
 from tandem.tests.workers.model.chains import CHAINS
 from tandem.workers.model.sampling.grammar_cache import GrammarCache
 
-grammars = GrammarCache(Path(sys.argv[1]), 512, (1,))
+grammars = GrammarCache(Path(sys.argv[1]), 512, (1,))  # EOS_ID
 grammars.load('start: "the tokenizer is read now"')
 began = time.monotonic()
 try:
