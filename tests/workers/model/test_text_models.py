@@ -52,10 +52,9 @@ def change_names(folder: Path, change: dict[str, str | None]) -> None:
 def test_a_text_model_gives_what_transformers_gives(tmp_path: Path, kind: str) -> None:
     """On one rank, and a sample with more prompts, on two ranks and after a transfer."""
     folder = make_tiny_multimodal(tmp_path, kind)
-    checkpoint = generic = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     config = checkpoint.config
-    if kind in NATIVE:
-        generic = open_checkpoint(folder, "transformers")
+    generic = open_checkpoint(folder, "transformers") if kind in NATIVE else checkpoint
     tokens = checks.check_decoder(folder, generic, whole=kind in SAMPLE)
     assert config.text_model_of == MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]
     assert text_model_of(read_fields(folder)) == config.text_model_of
