@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,6 +194,17 @@ def split_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models") / "split"
     return make_tiny_model(folder, num_attention_heads=8, num_key_value_heads=2, hidden_size=128)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tls_context() -> Iterator[None]:
+    """Has all clients of httpx share what it reads for TLS: a hundred certificates of CAs."""
+    transports = sys.modules.get("httpx._transports.default")
+    with pytest.MonkeyPatch.context() as patch:
+        if transports is not None:
+            once = functools.cache(transports.create_ssl_context)
+            patch.setattr(transports, "create_ssl_context", once)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

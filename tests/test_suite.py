@@ -51,7 +51,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def options_for(tmp_path: Path) -> tuple[str, ...]:
     """Returns options of pytest for files outside the repository."""
-    return ("-q", "-n", "0", "--rootdir", str(tmp_path), "-c", "/dev/null")
+    folder = ("--rootdir", str(tmp_path), "-c", "/dev/null")
+    return ("-q", "-n", "0", "-p", "no:schemathesis", *folder)
 
 
 def test_both_halves_run_at_the_same_time(

@@ -35,6 +35,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tandem.tests.tiny_files import write_once
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE, make_tokenizer
 
 SIZES: Final[dict[str, Any]] = {
@@ -215,17 +216,20 @@ def make_tiny_model(
     `tie_word_embeddings=True` or `rope_parameters={"rope_type": "linear", "rope_theta": 10000.0,
     "factor": 4.0}`. Equal arguments give equal files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
-    config = tiny_config(family, tokenizer, config_overrides)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    randomise(model, seed)
-    model.to(getattr(torch, dtype))
-    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder, save_jinja_files=False)
-    return folder
+
+    def write(folder: Path) -> None:
+        tokenizer = make_tokenizer()
+        config = tiny_config(family, tokenizer, config_overrides)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        randomise(model, seed)
+        model.to(getattr(torch, dtype))
+        special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+        model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder, save_jinja_files=False)
+
+    key = {"family": family, "seed": seed, "dtype": dtype, "config": config_overrides}
+    return write_once(folder, key, write)
 
 
 def tiny_config(

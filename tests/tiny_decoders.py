@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from tandem.tests.tiny import SIZES, randomise
+from tandem.tests.tiny_files import write_once
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 _EXPERTS: Final[dict[str, Any]] = {
@@ -208,14 +209,16 @@ def make_tiny_decoder(folder: Path, kind: str, *, seed: int = 0, **overrides: An
     """Writes a random model of a `model_type` of transformers into `folder` (made if missing);
     returns the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = tiny_config(kind, **(special | overrides))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    # Recurrences with larger weights amplify rounding, transformers' own too.
-    randomise(model, seed, gain=0.5 if kind in STATEFUL else 1.5)
-    model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder, save_jinja_files=False)
-    return folder
+
+    def write(folder: Path) -> None:
+        tokenizer = make_tokenizer()
+        special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        config = tiny_config(kind, **(special | overrides))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        # Recurrences with larger weights amplify rounding, transformers' own too.
+        randomise(model, seed, gain=0.5 if kind in STATEFUL else 1.5)
+        model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder, save_jinja_files=False)
+
+    return write_once(folder, {"decoder": kind, "seed": seed, "config": overrides}, write)

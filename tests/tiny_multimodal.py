@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from tandem.tests.tiny import SIZES, randomise
 from tandem.tests.tiny_decoders import DECODERS, STATEFUL
+from tandem.tests.tiny_files import write_once
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 _ENCODER_SIZES: Final = {
@@ -79,19 +80,21 @@ def make_tiny_multimodal(folder: Path, kind: str, *, seed: int = 0, **text: Any)
 
     `text` overrides fields of text_config.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    config = tiny_multimodal_config(kind, **text)
-    architecture = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind])
-    model = architecture._from_config(config, dtype=torch.float32)
-    # As of tiny decoders.
-    text_type = config.get_text_config(decoder=True).model_type
-    randomise(model, seed, gain=0.5 if text_type in STATEFUL else 1.5)
-    tokenizer = make_tokenizer()
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder, save_jinja_files=False)
-    return folder
+
+    def write(folder: Path) -> None:
+        config = tiny_multimodal_config(kind, **text)
+        architecture = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind])
+        model = architecture._from_config(config, dtype=torch.float32)
+        # As of tiny decoders.
+        text_type = config.get_text_config(decoder=True).model_type
+        randomise(model, seed, gain=0.5 if text_type in STATEFUL else 1.5)
+        tokenizer = make_tokenizer()
+        special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder, save_jinja_files=False)
+
+    return write_once(folder, {"multimodal": kind, "seed": seed, "text": text}, write)
 
 
 def tiny_multimodal_config(kind: str, **text: Any) -> PreTrainedConfig:

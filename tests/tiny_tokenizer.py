@@ -1,5 +1,6 @@
 """Makes the tokenizer of the tiny models; without torch, which the quick tier does not import."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer of at most VOCAB_SIZE tokens: every text round trips; 0 is
     BOS, 1 is EOS.
     """
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=_trained(),  # it copies this
+        bos_token=BOS,
+        eos_token=EOS,
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+@functools.cache
+def _trained() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -49,14 +62,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator([_CORPUS], trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
-    )
+    return tokenizer
 
 
 def make_router_folder(folder: Path, **config: object) -> Path:

@@ -26,8 +26,7 @@ from tandem.tests.waits import WAIT
 
 __all__ = ["folder"]
 
-NUM_REQUESTS: Final = 500
-NUM_AT_ONCE: Final = 120  # of these, at the end: more than may wait
+NUM_AT_ONCE: Final = 120  # requests, at the end: more than may wait
 MAX_QUEUED: Final = 8
 MAX_SEQUENCES: Final = 16
 TOKENS: Final = 24
@@ -187,7 +186,10 @@ def check_console(router: RouterRuntime, page: MetricsPage) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_after_500_requests_counters_equal_what_clients_counted(folder: Path) -> None:
+@pytest.mark.parametrize("num_requests", [240, pytest.param(500, marks=pytest.mark.soak)])
+async def test_after_many_requests_counters_equal_what_clients_counted(
+    folder: Path, num_requests: int
+) -> None:
     """Sends streams, whole responses, several choices, stop strings, wrong and refused requests.
 
     Some clients disconnect.
@@ -219,11 +221,11 @@ async def test_after_500_requests_counters_equal_what_clients_counted(folder: Pa
             async with turns:
                 await ask(number)
 
-        num_in_turn = NUM_REQUESTS - NUM_AT_ONCE
+        num_in_turn = num_requests - NUM_AT_ONCE
         await asyncio.gather(*map(ask_in_turn, range(num_in_turn)))
-        await asyncio.gather(*map(ask, range(num_in_turn, NUM_REQUESTS)))
+        await asyncio.gather(*map(ask, range(num_in_turn, num_requests)))
         counts = callers[0].counts + callers[1].counts
-        assert counts.answered + counts.left + counts.errors.total() == NUM_REQUESTS
+        assert counts.answered + counts.left + counts.errors.total() == num_requests
         kinds = {
             ("grpc", "INVALID_ARGUMENT"),
             ("http", "404"),

@@ -247,13 +247,13 @@ async def test_tokens_are_seen_while_a_stream_runs(folder: Path) -> None:
     async with (
         routers(folder, step_seconds=SLOW_STEP) as (router,),
         AsyncClient(router.grpc_address) as client,
-        client.stream(prompt(2), max_tokens=1_900, ignore_eos=True) as stream,
+        client.stream(prompt(2), max_tokens=1_000, ignore_eos=True) as stream,
     ):
         await anext(stream)
         page = await scrape(router.ops_address)
         assert page.value("vllm:num_requests_running") == 1
         assert page.value("vllm:prompt_tokens_total") == len(prompt(2))
-        assert 1 <= page.value("vllm:generation_tokens_total") < 1_900
+        assert 1 <= page.value("vllm:generation_tokens_total") < 1_000
         assert page.value("vllm:request_success_total") == 0
         used = await scrape_until(
             lambda page: page.value("vllm:kv_cache_usage_perc") > 0, router.ops_address
@@ -421,7 +421,7 @@ async def test_a_router_that_drains_is_not_ready_and_lets_its_streams_end(folder
     ) as running:
         router = await start(folder, running)
         async with AsyncClient(router.grpc_address) as client:
-            async with client.stream(prompt(2), max_tokens=1_900, ignore_eos=True) as stream:
+            async with client.stream(prompt(2), max_tokens=1_000, ignore_eos=True) as stream:
                 await anext(stream)
                 stopping = asyncio.create_task(router.stop(NEVER))
                 await asyncio.sleep(0)
@@ -432,7 +432,7 @@ async def test_a_router_that_drains_is_not_ready_and_lets_its_streams_end(folder
                 assert (await scrape(router.ops_address)).value("tandem_ready") == 0
                 running.hurry()
                 received = 1 + sum([len(delta.token_ids) async for delta in stream])
-            assert received >= 1_900
+            assert received >= 1_000
         async with asyncio.timeout(WAIT):
             await stopping
 

@@ -27,7 +27,7 @@ def test_a_service_is_replaced_under_streams(address: str, tmp_path: Path) -> No
         tmp_path, dtype="bfloat16", **MODEL
     )  # whose logits are the same bits in any company
     configs = make_configs(folder, "replaced", free_port("127.0.0.1"), num_routers=1, num_workers=1)
-    found = replace_under_streams(*configs, folder, address, streams=6, tokens=150)
+    found = replace_under_streams(*configs, folder, address, streams=3, tokens=150)
     print(found)
     assert found.passed, str(found)
     assert found.num_probes > 2

@@ -26,7 +26,7 @@ from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 100
 BATCH_LINES = 60
-LONG = 1_200  # tokens of the streams during which a router is killed
+LONG = 600  # tokens of the streams during which a router is killed
 PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 60 * n)] for n in range(6)]
 
 

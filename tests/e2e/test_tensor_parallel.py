@@ -16,8 +16,9 @@ import pytest
 from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
 from tandem.tests.waits import WAIT
 
-NUM_TOKENS = 100
-PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 37 * n)] for n in range(16)]
+NUM_TOKENS = 60
+FEW_TOKENS = 20  # of answers that nothing disturbs
+PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 17 * n)] for n in range(16)]
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +75,13 @@ def names_of_placement_groups() -> set[str]:
     return {each["name"] for each in ray.util.placement_group_table().values()}
 
 
-async def answers(address: str, timeout: float = 120) -> list[Any]:
+async def answers(address: str, num_tokens: int = NUM_TOKENS) -> list[Any]:
     from tandem.router.client.client import AsyncClient
 
     async with AsyncClient(address) as client:
         asked = [
             client.generate(
-                prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=timeout
+                prompt, temperature=0, max_tokens=num_tokens, ignore_eos=True, timeout=120
             )
             for prompt in PROMPTS
         ]
@@ -114,8 +115,8 @@ async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(
     replica = f"SERVE_REPLICA::{service.application}#PrefillPool#{prefill.removeprefix('prefill-')}"
     assert {replica, f"{prefill} rank 1 of 2"} <= names_of_actors()
     assert replica in names_of_placement_groups()
-    found = await answers(service.grpc_address)
-    assert [list(answer.token_ids) for answer in found] == expected
+    found = await answers(service.grpc_address, FEW_TOKENS)
+    assert [list(answer.token_ids) for answer in found] == first_of(expected)
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)
     assert {name for answer in found for name in answer.timeline.kv_transport.split("+")} <= {
         "grpc",
@@ -152,9 +153,13 @@ async def test_a_rank_dies_in_mid_stream(service: Any, expected: list[list[int]]
     after = await back(service.status_url, before)
     assert len(before & after) == 2  # the prefill worker and the other decode worker
     assert len(processes_of("RankActor")) == 2
-    found = await answers(service.grpc_address)
-    assert [list(answer.token_ids) for answer in found] == expected
+    found = await answers(service.grpc_address, FEW_TOKENS)
+    assert [list(answer.token_ids) for answer in found] == first_of(expected)
     wait_until_idle(service.status_url)
+
+
+def first_of(expected: list[list[int]]) -> list[list[int]]:
+    return [tokens[:FEW_TOKENS] for tokens in expected]
 
 
 async def busy(status_url: str) -> None:

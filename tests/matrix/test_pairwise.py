@@ -51,7 +51,7 @@ async def test_the_router_holds_no_more_than_before(cluster: Cluster) -> None:
     case = Case("cut", "token", "seed", "1+1")
     held = []
     for _ in range(3):
-        for _ in range(4):
+        for _ in range(3):
             await check(cluster, case)
         # in a process with many objects, Python itself seldom looks for closed connections among
         # them

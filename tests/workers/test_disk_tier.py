@@ -132,11 +132,17 @@ class Served:
                 await asyncio.sleep(0.005)
 
     async def fill(self, folder: Path) -> None:
-        """Leaves all prompts on disk."""
+        """Leaves all prompts on disk, in an empty folder; a real model computes them once."""
+        kept = self.model.parent / f"filled-{self.tp}-{self.drafts}"
+        if self.is_real and kept.exists():
+            shutil.copytree(kept, folder, dirs_exist_ok=True)
+            return
         async with self.worker(folder) as (worker, session):
             for prompt in PROMPTS:
                 assert await self.answer(session, prompt) == 0
                 await self.written(worker, prompt)
+        if self.is_real:
+            shutil.copytree(folder, kept)
 
     def last_folder(self, folder: Path) -> Path:
         """That of the last rank."""

@@ -123,13 +123,13 @@ async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(
 ) -> None:
     """The other worker's draft model computes what it knows nothing of, and guesses on."""
     prompts = [[(17 * i + 5 * n) % 400 + 3 for i in range(40 + n)] for n in range(6)]
-    expected = model_tokens(split_model, prompts, 500)
+    expected = model_tokens(split_model, prompts, 300)
     config = SpeculativeConfig(model=str(split_model))
     tps = {"prefill": [1], "decode": [tp, 1]}
     async with split_fleet(
         split_model, tps, speculative=config, draft_model=str(split_model), kv_cache_bytes=2**23
     ) as running:
-        requests = [token_request(prompt, 500, ignore_eos=True) for prompt in prompts]
+        requests = [token_request(prompt, 300, ignore_eos=True) for prompt in prompts]
         streams = [asyncio.create_task(running.generate(request)) for request in requests]
         leaving, other = running.workers[1:]
         async with asyncio.timeout(WAIT):

@@ -26,6 +26,7 @@ from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.cluster.cli.test_bad_commands import run as run_here
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT
 
@@ -444,9 +445,15 @@ async def test_the_tables_show_figures_and_failures(start: Start) -> None:
         ),
     ],
 )
-async def test_bad_input_ends_in_one_line_and_code_2(args: list[str], words: str) -> None:
-    code, out, err = await run_cli(*args)
-    assert (code, out) == (2, "")
+def test_bad_input_ends_in_one_line_and_code_2(
+    args: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_here(["bench", *args], monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
     assert err.startswith("error: ")
     assert words in err
     assert err.count("\n") == 1

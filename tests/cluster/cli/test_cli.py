@@ -3,7 +3,8 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return ended.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `tandem serve` start no Ray of its own, which takes ten seconds, and fail at its use."""
+
+    @contextmanager
+    def start(config: TandemConfig) -> Iterator[Callable[[], None]]:
+        yield lambda: pytest.fail("Ray is used")
+
+    monkeypatch.setattr("tandem.cluster.serve.launch.local_ray", start)
 
 
 def test_the_command_line_loads_neither_ray_nor_torch() -> None:
@@ -129,7 +141,8 @@ def test_a_truncated_model_is_refused_before_ray_starts(
     assert err.count("\n") == 1
 
 
-def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(
+@pytest.mark.usefixtures("no_ray")
+def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_is_used(
     run: Callable[..., Done], tiny_model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "split.yaml"
@@ -231,6 +244,7 @@ def test_a_flag_names_the_draft_model_or_drops_it(
     assert (found.method, found.model, found.num_speculative_tokens) == (method, model, 3)
 
 
+@pytest.mark.usefixtures("no_ray")
 def test_a_draft_model_that_cannot_be_used_is_refused_in_a_line(
     run: Callable[..., Done], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,23 +121,34 @@ def test_llama_3_1_8b() -> None:
 def test_deepseek_v3() -> None:
     """By hand: attention of a layer has 7168 x 1536 + 1536 x 24,576 + 7168 x 576 + 512 x 32,768 +
     16,384 x 7168 = 187,105,280; three dense MLPs 3 x 7168 x 18,432 each; 58 layers have 256 experts
-    and a shared one of 3 x 7168 x 2048 = 44,040,192, and a router of 7168 x 256 + 256.
+    and a shared one of 3 x 7168 x 2048 = 44,040,192, and a router of 7168 x 256 + 256. The
+    model that is counted has seven layers, four of them with experts.
     """
-    cost = cost_from(DEEPSEEK_V3)
     expert = 44_040_192
-    layers = 61 * 187_105_280 + 3 * 396_361_728 + 58 * (257 * expert + 1_835_008)
-    rest = 58 * 256 + 2 * 129_280 * 7168 + 61 * (2 * 7168 + 1536 + 512) + 7168
-    assert cost.sizes.parameters == layers + rest == 671_026_419_200
+
+    def products(num_layers: int) -> int:
+        experts = (num_layers - 3) * (257 * expert + 1_835_008)
+        return num_layers * 187_105_280 + 3 * 396_361_728 + experts
+
+    def parameters(num_layers: int) -> int:
+        biases = (num_layers - 3) * 256
+        norms = num_layers * (2 * 7168 + 1536 + 512) + 7168
+        return products(num_layers) + biases + 2 * 129_280 * 7168 + norms
+
+    assert parameters(61) == 671_026_419_200
+    assert parameters(61) - 58 * 248 * expert == 37_552_297_472
+    cost = cost_from(DEEPSEEK_V3 | {"num_hidden_layers": 7})
+    assert cost.sizes.parameters == parameters(7)
     assert (cost.sizes.num_experts, cost.sizes.num_chosen) == (256, 8)
-    assert cost.sizes.active == 671_026_419_200 - 58 * 248 * expert == 37_552_297_472
+    assert cost.sizes.active == parameters(7) - 4 * 248 * expert
     # A latent row of 512 + 64 numbers in each layer, instead of 128 heads with keys of 192 and
     # values of 128: 1.4 % of the bytes.
-    assert cost.kv_bytes_per_token == 61 * 576 * 2 == 70_272
-    assert cost.kv_bytes_without_sharing == 61 * 128 * (192 + 128) * 2
-    used = layers - 58 * 248 * expert + 129_280 * 7168
+    assert cost.kv_bytes_per_token == 7 * 576 * 2 == 8_064
+    assert cost.kv_bytes_without_sharing == 7 * 128 * (192 + 128) * 2
+    used = products(7) - 4 * 248 * expert + 129_280 * 7168
     step = cost.decode(4096)
-    assert step.flops == 2 * used + 61 * 2 * 128 * (576 + 512) * 4096
-    assert step.num_bytes == 2 * used + 4096 * 70_272
+    assert step.flops == 2 * used + 7 * 2 * 128 * (576 + 512) * 4096
+    assert step.num_bytes == 2 * used + 4096 * 8_064
 
 
 def test_qwen3_30b_a3b() -> None:

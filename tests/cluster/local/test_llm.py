@@ -602,19 +602,6 @@ def test_a_process_whose_step_waits_for_a_lost_rank_for_ever_exits(folder: Path)
     assert "has not ended within 1 seconds; this process exits with status 1" in done.stderr
 
 
-PORTS = """
-import psutil
-from tandem import LLM, SamplingParams
-llm = LLM({folder!r}, dtype="float32", kv_cache_gb=0.02)
-llm.generate("dog", SamplingParams(max_tokens=8))
-print([each.laddr for each in psutil.Process().net_connections("inet")])
-"""
-
-
-def test_it_opens_no_port(folder: Path) -> None:
-    assert run_script(PORTS, folder) == "[]\n"
-
-
 def test_what_is_closed_is_gone_and_says_so(folder: Path) -> None:
     closed = LLM(str(folder), **SMALL)
     stream = closed.stream("dog", GREEDY)
@@ -663,6 +650,10 @@ params = SamplingParams(temperature=0, max_tokens=8)
 for output in llm.generate(["The capital of France is", "A cache holds"], params):
     print(repr(output.outputs[0].text))
 """
+PORTS = """
+import psutil
+print([each.laddr for each in psutil.Process().net_connections("inet")])
+"""
 
 
 def run_script(script: str, folder: Path) -> str:
@@ -672,10 +663,12 @@ def run_script(script: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_a_script_of_six_lines_that_closes_nothing_ends_in_order(llm: LLM, folder: Path) -> None:
+def test_a_script_of_six_lines_opens_no_port_closes_nothing_and_ends_in_order(
+    llm: LLM, folder: Path
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     expected = [repr(each.outputs[0].text) for each in llm.generate(PROMPTS[:2], params)]
-    assert run_script(SCRIPT, folder).splitlines() == expected
+    assert run_script(SCRIPT + PORTS, folder).splitlines() == [*expected, "[]"]
 
 
 @pytest.mark.parametrize(

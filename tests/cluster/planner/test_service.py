@@ -128,12 +128,12 @@ def test_workers_that_die_and_autoscaling_are_simulated(profile_file: Path, tmp_
     found = tmp_path / "plan.json"
     text = run(
         *SLO,
-        *("--input-len", "128", "--output-len", "8", "--requests", "60", "--rate", "2"),
+        *("--input-len", "128", "--output-len", "8", "--requests", "30", "--rate", "2"),
         *("--profile", str(profile_file), "--devices", "2", "--json", str(found)),
-        *("--faults", "kill decode every 9s", "--restart", "2", "--autoscale"),
+        *("--faults", "kill decode every 4s", "--restart", "2", "--autoscale"),
     )
     (faults,) = (line for line in text.splitlines() if line.startswith("faults: "))
-    assert re.match(r"faults: 3 workers die in \d+ s of .+: attainment ", faults)
+    assert re.match(r"faults: [2-4] workers die in \d+ s of .+: attainment ", faults)
     assert "; without faults attainment 100.0%" in faults
     (scaled,) = (line for line in text.splitlines() if line.startswith("autoscaled: "))
     assert "fewer worker hours than 2" in scaled

@@ -104,7 +104,9 @@ def test_a_tokenizer_of_vocabulary_and_merges_is_converted_once_into_our_own_cac
     assert content(folder) == before
 
 
-def test_a_folder_whose_files_have_changed_gets_another_tokenizer(folder: Path, home: Path) -> None:
+def test_a_folder_whose_files_have_changed_gets_another_tokenizer_and_few_are_kept(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resolve_model(str(without_json(folder)))
     first = tokenizer_file(folder)
     (folder / "merges.txt").write_text((folder / "merges.txt").read_text().rpartition("\n")[0])
@@ -112,13 +114,7 @@ def test_a_folder_whose_files_have_changed_gets_another_tokenizer(folder: Path, 
     resolve_model(str(folder))
     assert tokenizer_file(folder) not in (first, folder / "tokenizer.json")
     assert len(list(home.rglob("tokenizer.json"))) == 2
-
-
-def test_the_tokenizers_that_are_kept_are_bounded(
-    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(store, "_MAX_TOKENIZERS", 1)
-    resolve_model(str(without_json(folder)))
     os.utime(folder / "merges.txt", (0, 0))
     resolve_model(str(folder))
     assert list(home.rglob("tokenizer.json")) == [tokenizer_file(folder)]

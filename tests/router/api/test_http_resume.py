@@ -349,7 +349,7 @@ async def test_a_resumption_that_the_service_could_not_begin_does_not_count(
 async def test_streams_of_workers_go_on_after_each_event(tiny_model: Path) -> None:
     """With prefill and decode workers and a real model, the repeated answer is equal."""
     model = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
-    fields = {"max_tokens": 60, "n": 4, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+    fields = {"max_tokens": 30, "n": 4, "ignore_eos": True, "seed": 5, "temperature": 1.0}
     async with split_fleet(tiny_model, {"prefill": [1], "decode": [1, 1]}) as running:
         services = [
             GenerationService([model], running.dispatcher, resume_key=KEY) for _ in range(2)
@@ -363,7 +363,7 @@ async def test_streams_of_workers_go_on_after_each_event(tiny_model: Path) -> No
         texts = text_of(expected)
         assert sorted(texts) == [0, 1, 2, 3]
         assert len(set(texts.values())) == 4
-        for at in range(0, len(expected) - 2, 5):
+        for at in range(0, len(expected) - 2, 7):
             rest = await stream(second, TEXT, fields, **{"Last-Event-ID": expected[at][0]})
             assert text_of(expected[: at + 1] + rest) == texts
         await asyncio.gather(*(server.stop(0) for server in servers))

@@ -25,9 +25,9 @@ from tandem.tests.waits import WAIT
 from tandem.workers.tp.rank import Rank
 
 NUM_OTHERS = 15
-UNREAD = {"n": 32, "logprobs": 20, "max_tokens": 150, "stream": True, "ignore_eos": True}
-"""Two of these take all sequences of a worker. Each answer has 10 MB, over gRPC 1 MB: more than the
-sockets hold.
+UNREAD = {"n": 32, "logprobs": 20, "max_tokens": 100, "stream": True, "ignore_eos": True}
+"""Two of these take all sequences of a worker. Each answer has 7 MB, over gRPC 0.7 MB: more
+than the sockets hold.
 """
 
 
@@ -87,7 +87,7 @@ async def unread_grpc(address: str) -> AsyncIterator[None]:
                 prompt={"text": "hi"},
                 n=32,
                 logprobs=20,
-                stopping={"max_tokens": 150, "ignore_eos": True},
+                stopping={"max_tokens": 100, "ignore_eos": True},
             )
         )
         await call.initial_metadata()

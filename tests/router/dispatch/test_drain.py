@@ -56,6 +56,7 @@ async def until_decoding(worker: Worker) -> None:
 async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
     prefill: int, num_choices: int, submits: Counter[Task]
 ) -> None:
+    num_requests = 24 // num_choices
     async with fleet(
         prefill, 3, rank=lambda role: fake_rank(num_blocks=2000, step_seconds=0.05)
     ) as running:
@@ -68,9 +69,9 @@ async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
             assert ids == expected_choices(prompt, num_choices, 150, VOCAB)
             return timeline.attempts
 
-        requests = [asyncio.create_task(one(number)) for number in range(24)]
+        requests = [asyncio.create_task(one(number)) for number in range(num_requests)]
         decoding = running.workers[prefill:]
-        await until_running(decoding, 24 * num_choices)
+        await until_running(decoding, num_requests * num_choices)
         worker = max(decoding, key=lambda each: each.load().num_running)
         before = submits[Task.PREFILL] + submits[Task.COLOCATED]
         assert await worker.drain(WAIT) == 0
@@ -78,7 +79,7 @@ async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
         running.hurry()
         attempts = await asyncio.gather(*requests)
         assert max(attempts) > 1
-        assert submits[Task.PREFILL] + submits[Task.COLOCATED] == before == 24
+        assert submits[Task.PREFILL] + submits[Task.COLOCATED] == before == num_requests
 
 
 async def test_a_stream_whose_cache_has_just_arrived_is_not_computed_again(
@@ -117,8 +118,8 @@ async def test_every_worker_is_replaced_in_turn() -> None:
             ids, _ = await running.choices(token_request(prompt, 300))
             assert ids == expected_choices(prompt, 1, 300, VOCAB)
 
-        requests = [asyncio.create_task(one(number)) for number in range(16)]
-        await until_running(running.workers[1:], 16)
+        requests = [asyncio.create_task(one(number)) for number in range(8)]
+        await until_running(running.workers[1:], 8)
         for worker in running.workers[1:4]:
             assert await worker.drain(WAIT) == 0
         assert not all(request.done() for request in requests)

@@ -38,7 +38,7 @@ from tandem.tests.router.fake_pools import (
 from tandem.tests.token_request import changed
 
 
-@settings(max_examples=num_examples(300))
+@settings(max_examples=num_examples(150))
 @given(
     seed=st.integers(0, 2**32),
     num_choices=st.integers(1, 5),

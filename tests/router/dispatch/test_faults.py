@@ -31,7 +31,6 @@ from tandem.workers.transfer import frames
 from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import Commit, Data, TransferError, TransferKey, decode, encode
 
-NUM_INJECTIONS = 1000
 NUM_AT_ONCE = 32
 
 OF_DATA = ("repeat", "reorder", "wrong layer", "wrong token")
@@ -122,12 +121,13 @@ class Injector:
                 yield encode(key, replace(message, first_token=message.first_token + 1), payload)
 
 
-async def test_a_thousand_faults_are_all_noticed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("num_faults", [300, pytest.param(1000, marks=pytest.mark.soak)])
+async def test_hundreds_of_faults_are_all_noticed(
+    num_faults: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(KvConnector, "frame_bytes", 32 * 64)  # 32 tokens of one layer
     monkeypatch.setattr(execution, "MAX_TRANSFERS_LOST", 10**9)
-    injector = Injector(seed=2, limit=NUM_INJECTIONS)
+    injector = Injector(seed=2, limit=num_faults)
     chance = random.Random(3)
     noticed = attempts = 0
 
@@ -135,7 +135,7 @@ async def test_a_thousand_faults_are_all_noticed(
 
         async def client() -> None:
             nonlocal noticed, attempts
-            while injector.num_done < NUM_INJECTIONS:
+            while injector.num_done < num_faults:
                 prompt = [chance.randrange(VOCAB) for _ in range(chance.randrange(70, 160))]
                 tokens, timeline = await running.generate(token_request(prompt, 4))
                 assert tokens == expected_tokens(prompt, 4, VOCAB)
@@ -145,10 +145,10 @@ async def test_a_thousand_faults_are_all_noticed(
         await asyncio.gather(*(client() for _ in range(NUM_AT_ONCE)))
         await running.check_idle()
 
-    assert injector.num_done == NUM_INJECTIONS == noticed
-    assert caplog.text.count("KV transfer failed") == NUM_INJECTIONS
+    assert injector.num_done == num_faults == noticed
+    assert caplog.text.count("KV transfer failed") == num_faults
     assert set(injector.done) == {*OF_DATA, *OF_ANY, *RARE}
-    assert attempts > NUM_INJECTIONS  # and transfers without a fault went through
+    assert attempts > num_faults  # and transfers without a fault went through
 
 
 async def test_without_the_checksum_the_executor_sees_the_wrong_cache(

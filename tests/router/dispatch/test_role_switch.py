@@ -43,7 +43,7 @@ async def switch(running: Fleet, worker: Worker, role: str) -> int:
     return await switching
 
 
-@pytest.mark.parametrize(("num_streams", "num_choices"), [(16, 1), (4, 3)])
+@pytest.mark.parametrize(("num_streams", "num_choices"), [(8, 1), (3, 3)])
 async def test_streams_go_on_through_switches_both_ways(num_streams: int, num_choices: int) -> None:
     async with fleet(
         1,

@@ -27,7 +27,7 @@ def end_of(ids: list[int], ngram: int, count: int, min_tokens: int) -> int | Non
     min_tokens=st.integers(0, 20),
     cuts=st.lists(st.integers(1, 7), min_size=1),
 )
-@settings(max_examples=num_examples(500))
+@settings(max_examples=num_examples(200))
 def test_the_end_is_where_the_definition_says(
     ids: list[int], ngram: int, count: int, min_tokens: int, cuts: list[int]
 ) -> None:

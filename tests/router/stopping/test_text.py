@@ -70,7 +70,7 @@ def test_stop_strings_cut_as_in_the_whole_text(
 
 
 @given(LETTERS, STOPS, PATTERNS, CUTS)
-@settings(max_examples=num_examples(500))
+@settings(max_examples=num_examples(200))
 def test_a_pattern_cuts_as_in_the_whole_text(
     text: str, stops: list[str], pattern: str, cuts: list[int]
 ) -> None:

@@ -213,7 +213,7 @@ def test_engines_keep_every_promise_in_any_order() -> None:
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=settings().max_examples * 3 // 2,
+            max_examples=settings().max_examples,
             stateful_step_count=30,
             database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

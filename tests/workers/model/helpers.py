@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tandem.tests.workers.spans import read_now, span
@@ -68,9 +67,10 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 def reference(folder: Path) -> torch.nn.Module:
     """The same model in transformers, float32, with the plainest attention."""
     config = json.loads((folder / "config.json").read_text())
-    kind = AutoModelForCausalLM
+    name = "AutoModelForCausalLM"
     if "text_config" in config:  # that class would build the text model alone
-        kind = getattr(transformers, config["architectures"][0])
+        name = config["architectures"][0]
+    kind = getattr(transformers, name)
     model: torch.nn.Module = kind.from_pretrained(folder, attn_implementation="eager")
     return model.eval()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.workers.model.checkpoint import Checkpoint
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
@@ -34,8 +35,11 @@ def resident(field: str) -> int:
 
 
 def load(folder: str, dtype: str, rank: int, size: int) -> ModelRunner:
+    return load_opened(open_checkpoint(Path(folder)), dtype, rank, size)
+
+
+def load_opened(checkpoint: Checkpoint, dtype: str, rank: int, size: int) -> ModelRunner:
     group = LoneRank(rank, size)
-    checkpoint = open_checkpoint(Path(folder))
     return ModelRunner.load(
         checkpoint, dtype=dtype, device="cpu", num_blocks=1, block_size=16, group=group
     )

@@ -1,4 +1,4 @@
-"""Five hundred damaged copies of a model's folder, and a hundred of one that runs by transformers'
+"""Five hundred damaged copies of a model's folder, and fifty of one that runs by transformers'
 code: each is refused in one line of ours, or is a model that runs, and the next good folder has the
     tokens that it had.
 """
@@ -23,7 +23,7 @@ from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.loader import open_checkpoint
 
 NUM_FOLDERS = 500
-NUM_GENERIC_FOLDERS = 100
+NUM_GENERIC_FOLDERS = 50
 WEIGHTS = "model.safetensors"
 HOSTILE: tuple[Any, ...] = (
     *(

@@ -37,7 +37,7 @@ def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     exact = Driver(load(demo_model.folder()))
     rounded = Driver(load(demo_model.folder(), dtype="bfloat16"))
-    for number, prompt in enumerate(demo_model.prompts(LENGTHS)):
+    for number, prompt in enumerate(demo_model.prompts(LENGTHS)[1::2]):
         tokens, start = list(prompt), 0
         for _ in range(NUM_TOKENS):
             with recorded_logits(monkeypatch) as recorded:

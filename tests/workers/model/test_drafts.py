@@ -168,13 +168,13 @@ def test_in_float32_too_but_for_rounding(
 def test_many_prompts_of_each_kind_have_the_tokens_of_plain_decoding(
     model: ModelRunner, kind: SamplingParams
 ) -> None:
-    prompts = [prompt(3 + 5 * row, row) for row in range(24)]
-    kinds = [replace(kind, seed=(kind.seed + row) % 2**64) for row in range(24)]
+    prompts = [prompt(3 + 5 * row, row) for row in range(12)]
+    kinds = [replace(kind, seed=(kind.seed + row) % 2**64) for row in range(12)]
     plain, _ = generate(model, prompts, kinds)
     oracles = [Oracle(row, [*prompts[row], *tokens]) for row, (tokens, _, _) in enumerate(plain)]
     guessed, engine = generate(model, prompts, kinds, oracles)
     assert [tokens for tokens, _, _ in guessed] == [tokens for tokens, _, _ in plain]
-    assert engine.requests.num_accepted_tokens > 24
+    assert engine.requests.num_accepted_tokens > 12
 
 
 def chi_square(

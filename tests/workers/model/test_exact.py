@@ -2,6 +2,7 @@
 computed beside it: so a sequence that is replayed on another worker continues as it would have.
 """
 
+import functools
 import itertools
 import random
 from pathlib import Path
@@ -138,8 +139,9 @@ def load_sparse(folder: Path) -> ModelRunner:
     return runner
 
 
+@functools.cache
 def alone(runner: ModelRunner, tokens: tuple[int, ...]) -> Answer:
-    """The answer to a prompt that is computed in one chunk without a cache."""
+    """The answer to a prompt that is computed in one chunk without a cache, once."""
     engine = RecordedEngine(runner, chunk_tokens=256, prefix_caching=False)
     return engine.ask(1, tokens, ANSWER_TOKENS, sampling=SAMPLING)
 

@@ -34,6 +34,7 @@ from tandem.workers.model.footprint import (
 )
 from tandem.workers.model.loader import (
     check_checkpoint,
+    open_checkpoint,
     rank_weight_bytes,
     weight_bytes,
     weight_shapes,
@@ -97,10 +98,11 @@ def test_the_plan_is_what_each_rank_holds(
         overrides = overrides | {"hidden_size": 768}  # ranks split runs of 64 channels
     folder = make_tiny_model(tmp_path, family, **overrides)
     config = check_checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
     for tp in (1, 2, 4):
         most = 0
         for rank in range(tp):
-            runner = load_alone.load(str(folder), "float32", rank, tp)
+            runner = load_alone.load_opened(checkpoint, "float32", rank, tp)
             held = {tensor.data_ptr(): tensor.nbytes for tensor in tensors(runner._model)}
             assert sum(held.values()) == rank_weight_bytes(config, "float32", tp, rank), (tp, rank)
             most = max(most, sum(held.values()))

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.tests.decoders_page import PAGE, head
 from tandem.tests.tiny import make_tiny_model
-from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder, tiny_config
+from tandem.tests.tiny_decoders import DECODERS, STATEFUL, make_tiny_decoder
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.engine_runs import (
     NUM_TOKENS,
@@ -74,15 +74,19 @@ LATENT = tuple(
     if kind in DECODERS
 )
 OTHERS = [kind for kind in sorted(DECODERS) if kind not in SAMPLE]
+# Those with more than one geometry of layers, latents or states, and a sample of the others.
+CHECKED_WHOLE = {*SAMPLE, *LATENT, *STATEFUL}
+CHECKED_WHOLE |= {"deepseek_v32", "gemma3_text", "granite_swa", "mistral"}
 
 
 @pytest.mark.parametrize("kind", sorted(DECODERS))
 def test_a_decoder_of_transformers_gives_what_transformers_gives(tmp_path: Path, kind: str) -> None:
+    """On one rank; a sample on two ranks, and those that differ with more prompts and moved."""
     if kind == "longcat_flash" and transformers.__version__.startswith("5.17."):
         pytest.skip("float32 logits of transformers 5.17 differ by 4e-4 from those in float64")
-    """On one rank, and a sample on two ranks."""
     folder = make_tiny_decoder(tmp_path, kind)
-    tokens = checks.check_decoder(folder)
+    assert text_model_of(read_fields(folder)) == ""
+    tokens = checks.check_decoder(folder, whole=kind in CHECKED_WHOLE)
     if kind in SAMPLE:
         assert checks.tokens_of_two_ranks(folder) in (None, [tokens] * 2)
 
@@ -90,11 +94,10 @@ def test_a_decoder_of_transformers_gives_what_transformers_gives(tmp_path: Path,
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", OTHERS)
 def test_two_ranks_give_what_transformers_gives(tmp_path: Path, kind: str) -> None:
+    """As one rank does, with all prompts and after a transfer."""
     folder = make_tiny_decoder(tmp_path, kind)
-    assert checks.tokens_of_two_ranks(folder) in (
-        None,
-        [checks.greedy_tokens(reference(folder))] * 2,
-    )
+    tokens = checks.check_decoder(folder)
+    assert checks.tokens_of_two_ranks(folder) in (None, [tokens] * 2)
 
 
 @pytest.mark.parametrize("kind", LATENT)
@@ -245,15 +248,6 @@ def test_a_window_that_only_a_mask_would_know_is_refused(tmp_path: Path) -> None
         tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=256
     )
     assert parse_model_config(read_fields(tmp_path)).transformers is not None
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_every_decoder_of_the_page_is_accepted_by_its_config(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(kind).to_dict(), default=str))
-    change_config(tmp_path, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
-    fields = read_fields(tmp_path)
-    assert parse_model_config(fields, "transformers").transformers is not None
-    assert text_model_of(fields) == ""
 
 
 def write_config(folder: Path, kind: str, **overrides: Any) -> None:

@@ -54,7 +54,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
     One layer, but for those whose layers differ.
     """
-    sizes = {} if request.param in ("gemma2", "gpt_oss") else ONE_LAYER
+    layer_types = ["sliding_attention", "full_attention"]
+    alternating: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": layer_types}
+    sizes = alternating if request.param in ("gemma2", "gpt_oss") else ONE_LAYER
     return make_tiny_model(tmp_path, request.param, **sizes)
 
 
@@ -119,7 +121,7 @@ def test_a_failed_capture_leaves_eager_steps(
 ) -> None:
     """As in code that waits for the device: the start goes on with one warning."""
     folder = make_tiny_model(tmp_path, **ONE_LAYER)
-    expected = Driver(load(folder)).generate(1, prompt(30), 4)
+    expected = Driver(load(folder)).generate(1, prompt(9), 4)
     captured: list[torch.Tensor] = []
 
     def fail(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
@@ -131,10 +133,10 @@ def test_a_failed_capture_leaves_eager_steps(
     monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
     monkeypatch.setattr(graphs, "cuda_capture", lambda: fail)
     runner = load(folder, num_blocks=8)
-    runner.warmup(StepLimits(num_tokens=64, num_rows=4))
+    runner.warmup(StepLimits(num_tokens=16, num_rows=4))
     (line,) = caplog.messages
     assert line == "CUDA graphs are off and steps run eagerly: CUDA error: operation not permitted"
-    assert Driver(runner).generate(1, prompt(30), 4) == expected
+    assert Driver(runner).generate(1, prompt(9), 4) == expected
     assert len(captured) == 2
     assert runner.num_graph_replays() == 0
 
@@ -185,12 +187,12 @@ def test_every_feature_gives_the_tokens_of_the_cpu(
 ) -> None:
     folder = make_tiny_model(tmp_path, **ONE_LAYER)
     prompts = [prompt(3 + 2 * row, row) for row in range(len(ALL_KINDS))]
-    expected = generate(Driver(load(folder)), prompts, ALL_KINDS, 6)
+    expected = generate(Driver(load(folder)), prompts, ALL_KINDS, 4)
     monkeypatch.setattr(kernels, "of", lambda tensor: gpu)
     runner = load(folder)
     if captured:
         runner.capture_graphs(record, (8, 4))
-    for ours, theirs in zip(generate(Driver(runner), prompts, ALL_KINDS, 6), expected, strict=True):
+    for ours, theirs in zip(generate(Driver(runner), prompts, ALL_KINDS, 4), expected, strict=True):
         assert ours[0] == theirs[0]
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
@@ -207,7 +209,7 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
     for batch_invariant in (True, False):
         runner = load(folder, batch_invariant=batch_invariant)
         runner.capture_graphs(record, (2,))
-        decoded = logits_by_position(runner, list(range(25)), 0, monkeypatch)
-        mixed = logits_by_position(runner, cut(24, random.Random(1)), 2, monkeypatch)
+        decoded = logits_by_position(runner, list(range(19)), 0, monkeypatch)
+        mixed = logits_by_position(runner, cut(18, random.Random(1)), 2, monkeypatch)
         are_equal.append(all(torch.equal(logits, decoded[end]) for end, logits in mixed.items()))
     assert are_equal == [True, False]

@@ -162,8 +162,8 @@ def test_a_vocabulary_of_llama() -> None:
 
 
 def test_frequencies() -> None:
-    """Chi-square of 20,000 draws of each kind; see the module for a run of millions."""
-    assert max(map(abs, deviations(20_000))) < LEVEL
+    """Chi-square of 10,000 draws of each kind; see the module for a run of millions."""
+    assert max(map(abs, deviations(10_000))) < LEVEL
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -43,7 +43,7 @@ exec cc "$@" """
         subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for _ in range(4)
+        for _ in range(3)
     ]
     for each in running:
         out, err = each.communicate(timeout=120)

@@ -25,7 +25,7 @@ LAYERS = (
     LayerGeometry(num_heads=4, num_kv_heads=1, head_dim=16),
     LayerGeometry(num_heads=6, num_kv_heads=2, head_dim=16),
 )
-CHUNKS = ((4, 1), (38, 1), (0, 30), (20, 3), (150, 1), (61, 50))  # start, number of tokens
+CHUNKS = ((4, 1), (38, 1), (0, 30), (20, 3), (150, 1), (61, 20))  # start, number of tokens
 NUM_TOKENS = sum(count for _, count in CHUNKS)
 
 
@@ -116,7 +116,7 @@ def test_layers_of_different_geometry(backend: str, dtype: str) -> None:
 WINDOWED = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=16, window=20)
 LATENT = LayerGeometry(num_heads=3, num_kv_heads=1, head_dim=24, value_dim=16)
 # Sequences from their beginnings, then chunks beside single tokens, beyond the window.
-STEPS = (((0, 50), (0, 7)), ((50, 1), (7, 30)), ((51, 1), (37, 1)))
+STEPS = (((0, 30), (0, 7)), ((30, 1), (7, 18)), ((31, 1), (25, 1)))
 
 
 def run_steps(

@@ -16,6 +16,7 @@ from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
 from tandem.tests.workers.spans import read_now, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, StepPlan
+from tandem.workers.model.checkpoint import Checkpoint
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint
 from tandem.workers.model.runner import ModelRunner
@@ -47,14 +48,7 @@ class ThreadGroup:
         return self.all_gather(x)[0]
 
 
-def load_rank(
-    folder: Path,
-    group: ThreadGroup,
-    model_impl: str = "auto",
-    dtype: str = "float32",
-    quantization: str | None = None,
-) -> ModelRunner:
-    checkpoint = open_checkpoint(folder, model_impl, quantization=quantization)
+def load_rank(checkpoint: Checkpoint, group: ThreadGroup, dtype: str = "float32") -> ModelRunner:
     return ModelRunner.load(
         checkpoint,
         dtype=dtype,
@@ -67,14 +61,20 @@ def load_rank(
 
 
 def on_ranks(
-    folder: Path, size: int, work: Callable[[ModelRunner], Any], **options: Any
+    folder: Path,
+    size: int,
+    work: Callable[[ModelRunner], Any],
+    dtype: str = "float32",
+    model_impl: str = "auto",
+    quantization: str | None = None,
 ) -> list[Any]:
     """What `work` returns on each rank, whose model is loaded with these options."""
+    checkpoint = open_checkpoint(folder, model_impl, quantization=quantization)
     barrier, box = threading.Barrier(size), [torch.empty(0)] * size
 
     def rank(number: int) -> Any:
         group = ThreadGroup(number, size, barrier, box)
-        return work(load_rank(folder, group, **options))
+        return work(load_rank(checkpoint, group, dtype))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
@@ -82,8 +82,8 @@ def on_ranks(
 
 def generate(runner: ModelRunner) -> list[Any]:
     driver = Driver(runner)
-    sampled = driver.generate(8, prompt(30, 1), 16, SAMPLED)
-    return [mixed_steps(runner), driver.generate(9, prompt(70, 2), 24), sampled]
+    sampled = driver.generate(8, prompt(30, 1), 10, SAMPLED)
+    return [mixed_steps(runner), driver.generate(9, prompt(70, 2), 12), sampled]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
@@ -224,4 +224,4 @@ def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
     group = ThreadGroup(0, 3, threading.Barrier(1), [])
     with pytest.raises(ValueError, match=r"3 .*8 query heads"):
-        load_rank(folder, group)
+        load_rank(open_checkpoint(folder), group)

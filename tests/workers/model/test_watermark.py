@@ -226,12 +226,12 @@ def test_marked_texts_are_detected_and_others_are_not() -> None:
                 WATERMARK.gamma,
                 WATERMARK.context_width,
             )
-            for seed in range(40)
+            for seed in range(20)
         ]
         for name, kind in kinds.items()
     }
-    assert sum(each.p < 0.01 for each in found["marked"]) >= 38
-    assert sum(each.p < 0.01 for each in found["plain"]) <= 2
+    assert sum(each.p < 0.01 for each in found["marked"]) >= 18
+    assert sum(each.p < 0.01 for each in found["plain"]) <= 1
     assert all(each.num_tokens > 150 for each in found["marked"])
     # Another key finds nothing.
     text = generate(SamplingParams(temperature=0.8, seed=1, watermark=WATERMARK), 200)

@@ -34,7 +34,7 @@ from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank_client import RankLost, unless_silent
 from tandem.workers.tp.rank_server import RankServer
 
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 SILENCE_SECONDS = 0.8
 AT_ONCE_SECONDS = 25.0  # on a busy machine; a collective would end the wait after 30
 
@@ -43,7 +43,7 @@ AT_ONCE_SECONDS = 25.0  # on a busy machine; a collective would end the wait aft
 def prompts() -> list[list[int]]:
     return [
         [(17 * i + 5 * n) % 400 + 3 for i in range(length)]
-        for n, length in enumerate([1, 15, 16, 17, 130, 300])
+        for n, length in enumerate([1, 15, 16, 17, 130, 200])
     ]
 
 
@@ -95,9 +95,9 @@ async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
         )
         assert made == expected
         again = await asyncio.gather(
-            *(generate(fleet, prompt, f"s{n}") for n, prompt in enumerate(prompts))
+            *(generate(fleet, prompt, f"s{n}") for n, prompt in enumerate(prompts[3:]))
         )
-        assert again == expected  # with warm prefix caches on both sides
+        assert again == expected[3:]  # with warm prefix caches on both sides
         if prefill:
             (status,) = [status for status in await fleet.statuses() if status.transports]
             assert status.info.role == worker_pb2.ROLE_DECODE

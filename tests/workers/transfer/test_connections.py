@@ -658,7 +658,7 @@ async def test_connections_that_end_leave_nothing(transport: str, who: str) -> N
         await until(lambda: pair.receiver.num_closing == 0)
         await settle()
         before = held()
-        for _ in range(20):
+        for _ in range(8):
             await connect_and_part()
         with suppress(TimeoutError):
             await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
