@@ -125,6 +125,7 @@ def bench(
     ] = None,
     length_scale: o.LengthScale = "1",
     speed: o.Speed = 1.0,
+    spread_arrivals: o.SpreadArrivals = False,
     workload: Annotated[
         str,
         typer.Option(
@@ -178,7 +179,7 @@ def bench(
         vocab_size=vocab_size,
         file=file,
         trace=trace,
-        trace_scale=TraceScale(lengths=parse_scale(length_scale), speed=speed),
+        trace_scale=TraceScale(parse_scale(length_scale), speed, spread_arrivals),
         ignore_eos=ignore_eos,
         seed=seed,
         **lengths,

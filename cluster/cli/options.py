@@ -62,6 +62,14 @@ LengthScale = Annotated[
     str, typer.Option(help="With --trace: the scale of its lengths and blocks, such as 1/8.")
 ]
 Speed = Annotated[float, typer.Option(help="With --trace: 0.05 makes it run 20 times as slowly.")]
+SpreadArrivals = Annotated[
+    bool,
+    typer.Option(
+        "--spread-arrivals",
+        help="With --trace: spread requests with equal times until the next time; Mooncake rounds "
+        "times to 3 s.",
+    ),
+]
 ShowTimeline = Annotated[
     bool, typer.Option("--timeline", help="Print the time of each part of a request on stderr.")
 ]

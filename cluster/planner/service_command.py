@@ -11,11 +11,12 @@ import yaml
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.costs.roofline import DEVICES
-from ..cli.options import LengthScale, Speed
+from ..cli.options import LengthScale, Speed, SpreadArrivals
 from ..config import TandemConfig
 from ..tables import table_console
 from ..text_files import check_writable, write_text
 from ..traces.prompts import describe_trace
+from ..traces.read import TraceScale, parse_scale
 from .changes import (
     FaultRule,
     autoscaled,
@@ -86,6 +87,7 @@ def service_command(
     ] = None,
     length_scale: LengthScale = "1",
     speed: Speed = 1.0,
+    spread_arrivals: SpreadArrivals = False,
     requests: Annotated[
         int,
         typer.Option(
@@ -168,7 +170,13 @@ def service_command(
     start_seconds = parse_seconds("--restart", restart)
     rules = parse_faults(faults or ())
     workload = make_workload(
-        rate, input_len, output_len, trace, length_scale, speed, requests, seed
+        rate,
+        input_len,
+        output_len,
+        trace,
+        TraceScale(parse_scale(length_scale), speed, spread_arrivals),
+        requests,
+        seed,
     )
     seconds = _least_seconds(rules, start_seconds, workload)
     site, splits, config = make_site(model, profile, measure, device, devices, tp, workload)

@@ -17,7 +17,7 @@ from ..bench.options import parse_slo
 from ..cli.options import check_choice
 from ..config import TandemConfig, load_config
 from ..explain.cost import read_model_config
-from ..traces.read import TraceScale, check_scale, parse_scale, read_trace
+from ..traces.read import TraceScale, check_scale, read_trace
 from .profile import LEAST_SECONDS, Profile, read_profile
 from .search import list_splits
 from .site import ArithmeticSite, MeasuredSite, Site, Split
@@ -48,13 +48,11 @@ def make_workload(
     input_len: int,
     output_len: int,
     trace: Path | None,
-    length_scale: str,
-    speed: float,
+    scale: TraceScale,
     requests: int,
     seed: int,
 ) -> PlannedWorkload:
     """Returns the requests of a trace or of a Poisson process. Raises InvalidArgument."""
-    scale = TraceScale(parse_scale(length_scale), speed)
     check_scale(scale, trace)
     if trace is None:
         if rate is None:

@@ -95,7 +95,7 @@ def parse_scale(text: str) -> Fraction:
 def check_scale(scale: TraceScale, trace: Path | None) -> None:
     """Raises InvalidArgument for a speed out of bounds, and for a scale without a trace."""
     if trace is None and scale != UNSCALED:
-        raise InvalidArgument("--length-scale and --speed need --trace", OPTION)
+        raise InvalidArgument("--length-scale, --speed and --spread-arrivals need --trace", OPTION)
     low, high = _SPEEDS
     if not low <= scale.speed <= high:
         raise InvalidArgument(f"must be from {low:g} to {high:g}, got {scale.speed}", "--speed")

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tandem.cluster.bench.options import parse_slo
+from tandem.cluster.cli.options import SpreadArrivals
 from tandem.cluster.planner.profile import Profile, read_profile
 from tandem.cluster.planner.site import Split
 from tandem.cluster.planner.workload import Objective
@@ -34,9 +35,7 @@ def main(
     ),
     attainment: Annotated[float, typer.Option(help="The share that must meet it.")] = 0.95,
     length_scale: Annotated[str, typer.Option(help="A factor for the lengths.")] = "1/8",
-    spread_arrivals: Annotated[
-        bool, typer.Option(help="Spread requests with equal times until the next time.")
-    ] = False,
+    spread_arrivals: SpreadArrivals = False,
     seconds: Annotated[float, typer.Option(help="For each load.")] = 600.0,
     rounds: Annotated[int, typer.Option(help="Measurements of each load.", min=1)] = 2,
     searched: Annotated[int, typer.Option(help="Requests with which to find the knee.")] = 400,
