@@ -127,6 +127,7 @@ class _Measurement:
         return steps.model_copy(
             update={
                 "background": times.background,
+                "prefill_contention": times.prefill_contention,
                 "request_seconds": times.request_seconds,
                 "host_seconds": times.host_seconds,
                 "host_seconds_per_sequence": times.host_seconds_per_sequence,
@@ -178,7 +179,7 @@ class _Measurement:
                 context_tokens=min(self._context_tokens, steps.context_tokens),
                 vocab_size=self._vocab_size,
             )
-            return asyncio.run(load.measure(seconds, transfers=number > 1))
+            return asyncio.run(load.measure(seconds, has_prefill=number > 1))
 
     def _service_config(self, number: int) -> TandemConfig:
         config = self._config

@@ -90,7 +90,10 @@ def measure_command(
     for worker in profile.workers:
         typer.echo(describe_fit(worker))
         if worker.workers > 1:
-            typer.echo(f"contention: steps take {worker.contention:.2f} times as long")
+            typer.echo(
+                f"contention: steps take {worker.contention:.2f} times as long, prompts beside the "
+                f"streams of a service {worker.prefill_contention:.2f} times"
+            )
         typer.echo(
             f"service: steps take {worker.background:.2f} times as long, a request "
             f"{1e3 * worker.request_seconds:.3g} ms besides its steps"

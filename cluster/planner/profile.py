@@ -61,6 +61,8 @@ class WorkerProfile(BaseModel):
     ]
     # How much longer the steps take while the other workers compute as well.
     contention: float = Field(default=1.0, ge=1.0)
+    # How much longer a prompt takes in a prefill worker while the service's streams decode.
+    prefill_contention: float = Field(default=1.0, ge=1.0)
     # How much longer a step takes in a service, whose other processes use the cores as well.
     background: float = Field(default=1.0, ge=1.0)
     # Seconds of a request until its first token, besides its steps.
@@ -167,6 +169,7 @@ class Profile(BaseModel):
             prefill=steps,
             decode=steps,
             contention=worker.contention,
+            prefill_contention=worker.prefill_contention,
             # The measured time has the router's work for the request and for its first token.
             request_seconds=max(
                 worker.request_seconds - router.seconds_per_request - router.seconds_per_token, 0.0

@@ -4,6 +4,7 @@ On CPUs, the processes of Ray, the router and the client share the cores with th
 therefore takes longer in a service than in an engine alone.
 """
 
+import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,8 @@ _OUTPUT_TOKENS: Final = 32
 _TRANSFER_TOKENS: Final = (64, 256, 1024)
 _TRANSFERS: Final = 3  # of each length
 _LEAST_PROMPTS: Final = 6  # prompts that tell the latency of a request
-_PARTS: Final = 3 + len(_STREAMS)  # loads that share the time
+_STREAMS_BESIDE: Final = 4  # streams beside which prompts are measured
+_PARTS: Final = 4 + len(_STREAMS)  # loads that share the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class ServiceTimes:
     """Holds the measurements of one service."""
 
     background: float  # how much longer a step takes than in an engine alone
+    prefill_contention: float  # how much longer still a prompt takes beside streams of others
     request_seconds: float  # of a request until its first token, besides its steps
     host_seconds: float  # between two steps of a served stream
     host_seconds_per_sequence: float
@@ -67,8 +70,11 @@ class ServiceLoad:
         self._longest = context_tokens // 2  # of a prompt
         self._vocab_size = vocab_size
 
-    async def measure(self, seconds: float, *, transfers: bool) -> ServiceTimes:
-        """Measures for about `seconds`. Raises Unavailable if a request fails."""
+    async def measure(self, seconds: float, *, has_prefill: bool) -> ServiceTimes:
+        """Measures for about `seconds`. Raises Unavailable if a request fails.
+
+        `has_prefill`: a prefill worker computes the prompts.
+        """
         part = seconds / _PARTS
         async with open_target(ServerAddress(url=self._url), ignore_eos=True) as target:
             await self._send(target, 1, 2, part)  # not measured: the processes connect
@@ -78,14 +84,19 @@ class ServiceLoad:
             streams = [await self._send(target, each, _OUTPUT_TOKENS, part) for each in _STREAMS]
             used.append(self._cpu_seconds())
             request_seconds, background = await self._prompts_alone(target, part)
+            contention = 1.0
+            if has_prefill:
+                costs = self._costs.scaled(background)
+                contention = await self._prompts_beside(target, part, request_seconds, costs)
         host, host_each = host_time(self._costs.scaled(background), streams)
         return ServiceTimes(
             background=background,
+            prefill_contention=contention,
             request_seconds=request_seconds,
             host_seconds=host,
             host_seconds_per_sequence=host_each,
             router=router_profile(short, streams, used),
-            transfer=await self._transfers() if transfers else None,
+            transfer=await self._transfers() if has_prefill else None,
         )
 
     async def _send(
@@ -117,6 +128,31 @@ class ServiceLoad:
             predicted.append(sum(map(self._costs.seconds, steps)))
             measured.append(record.ttft)
         return fit_requests(predicted, measured)
+
+    async def _prompts_beside(
+        self, target: StreamCompletion, seconds: float, request_seconds: float, costs: StepCosts
+    ) -> float:
+        """Returns how much longer prompts take while streams decode, at least 1.
+
+        `costs`: of steps without streams. On CPUs the decode worker, the router and the client go
+        before the prefill worker, which gets what they leave of the cores.
+        """
+        length = min(self._chunk_tokens // 2, self._longest)
+        alone = sum(map(costs.seconds, prompt_steps(length, self._chunk_tokens)))
+        one = LoadOptions(concurrency=1, num_prompts=1)
+        found: list[float] = []
+        streams = asyncio.create_task(
+            self._send(target, _STREAMS_BESIDE, _OUTPUT_TOKENS, seconds)
+        )
+        try:
+            while not (found and streams.done()):
+                prompts = self._prompts(length, 1, count=1, seed=1_000 + len(found))
+                (record,) = _completed(await send_load(target, prompts, one))
+                found.append((record.ttft - request_seconds) / alone)
+            await streams
+        finally:
+            streams.cancel()
+        return max(statistics.median(found), 1.0)
 
     async def _transfers(self) -> TransferProfile:
         """Measures KV transfers of some prompts between the workers."""

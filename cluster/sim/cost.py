@@ -175,8 +175,10 @@ class ServiceCosts:
     router_seconds_per_token: float = 0.0  # of output
     transfer_seconds: float = 0.0  # of a KV transfer without bytes
     transfer_bytes_per_second: float = float("inf")
-    # How much longer a step takes while the workers beside it on the same cores are busy.
+    # How much longer a step takes while the workers beside it on the same cores are busy: of a
+    # decode worker, and of a prefill worker, to which other processes are preferred.
     contention: float = 1.0
+    prefill_contention: float = 1.0
 
     def scaled(self, factor: float) -> "ServiceCosts":
         """Returns the costs if every step takes `factor` times as long."""

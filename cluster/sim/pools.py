@@ -119,12 +119,14 @@ class SimulatedPools:
     def _count(self, role: PoolRole) -> None:
         self.sizes[role].append((self._clock(), len(self.running(role))))
 
-    def _contention(self, worker_id: str) -> float:
-        """Returns the factor of a step while any other worker computes."""
-        if self._costs.contention == 1.0:
+    def _contention(self, spec: WorkerSpec) -> float:
+        """Returns the factor of a worker's step that begins now."""
+        costs = self._costs
+        factor = costs.prefill_contention if spec.role == "prefill" else costs.contention
+        if factor == 1.0:
             return 1.0
-        others = (each for each in self._workers.values() if each.spec.worker_id != worker_id)
-        return self._costs.contention if any(each.is_busy for each in others) else 1.0
+        others = (each for each in self._workers.values() if each.spec is not spec)
+        return factor if any(each.is_busy for each in others) else 1.0
 
     async def _heartbeat(self, worker: SimulatedWorker) -> None:
         seconds = HEARTBEAT_SECONDS if self._service.exact else _COARSE_HEARTBEAT_SECONDS

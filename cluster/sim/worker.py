@@ -50,7 +50,7 @@ class WorkerSpec:
     fabric: Fabric
     clock: Callable[[], float]
     # Returns how much longer a step of this worker takes now than on an idle machine.
-    contention: Callable[[str], float]
+    contention: Callable[["WorkerSpec"], float]
     failed: Callable[[BaseException], None]
 
     @property
@@ -200,7 +200,7 @@ class SimulatedWorker:
 
     def _predict(self, work: StepWork) -> float:
         """Returns the seconds of a step that begins now."""
-        return self.spec.costs.seconds(work) * self.spec.contention(self.spec.worker_id)
+        return self.spec.costs.seconds(work) * self.spec.contention(self.spec)
 
     def _run_step(self, plan: StepPlan) -> float:
         """Returns the seconds of a planned step, and counts it."""

@@ -95,6 +95,10 @@ def test_busy_neighbours_on_the_same_cores_slow_a_step_down() -> None:
     alone = simulate(service(), requests, COSTS).summary().figures
     beside = simulate(service(), requests, replace(COSTS, contention=1.5)).summary().figures
     assert 1.05 * alone["mean_tpot_ms"] < beside["mean_tpot_ms"] < 1.5 * alone["mean_tpot_ms"]
+    prompts = simulate(service(), requests, replace(COSTS, prefill_contention=1.5))
+    figures = prompts.summary().figures
+    assert 1.05 * alone["mean_ttft_ms"] < figures["mean_ttft_ms"]
+    assert figures["mean_tpot_ms"] == pytest.approx(alone["mean_tpot_ms"], rel=0.02)
 
 
 @pytest.mark.parametrize("exact", [True, False])
