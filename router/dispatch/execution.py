@@ -444,13 +444,13 @@ class RequestExecution:
             return
         self._avoided_now()  # forgets the workers whose time is over, which `wake_at` may count
         may_ask = self._poison_guard.may_ask(self)
-        parked, self._parked = self._parked, []
-        for each in parked:
+        # All stay parked until then, so that `end` frees what they hold if one of them raises.
+        for each in self._parked:
             if may_ask or each.attempt is not None or each.suspended is not None:
                 each.choices = self._continue(each)
             if each.choices:
                 self._check_wait(each)
-                self._parked.append(each)
+        self._parked = [each for each in self._parked if each.choices]
         self._watch_workers()
 
     def _check_wait(self, parked: Interruption) -> None:

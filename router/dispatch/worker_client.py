@@ -59,7 +59,7 @@ class WorkerStream:
         count = max(submit.num_choices, 1)
         self._only_choice = first if count == 1 else None
         self._open = set(range(first, first + count))  # choices that the worker has not ended
-        self._suspended: set[int] = set()  # open choices whose KV cache waits for another worker
+        self._suspended: set[int] = set()  # open choices that a SuspendedChoice holds
         self._outputs: list[worker_pb2.Output] = []
 
     @property
@@ -102,8 +102,6 @@ class WorkerStream:
             self.received_kv |= kind == "kv_received"
             if kind == "failure":  # of one choice
                 self._open.discard(output.choice)
-            elif kind == "suspended" and output.choice in self._open:
-                self._suspended.add(output.choice)
         self._wake.set()
         return not self._open
 
@@ -116,12 +114,17 @@ class WorkerStream:
     def cancel(self) -> None:
         """Lets the worker free all that it holds for the submit; returns at once. Idempotent.
 
-        Suspended choices are cancelled one by one instead. After the end of the session, when the
-        worker has freed everything, this does nothing.
+        Choices that a SuspendedChoice holds are cancelled one by one instead. After the end of the
+        session, when the worker has freed everything, this does nothing.
         """
         self._open &= self._suspended
         if not self._open:
             self._client.cancel(self._key)
+
+    def hold(self, choice: int) -> None:
+        """Leaves an open choice, which is suspended, to `cancel_choice` alone."""
+        if choice in self._open:
+            self._suspended.add(choice)
 
     def cancel_choice(self, choice: int) -> None:
         """Cancels one choice; with the last open choice, the submit. Idempotent."""
@@ -144,6 +147,7 @@ class SuspendedChoice:
         self.kv = kv
         self.choice = choice
         self._stream = stream
+        stream.hold(choice)
 
     @property
     def worker(self) -> WorkerKey:

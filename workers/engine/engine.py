@@ -322,7 +322,8 @@ class Engine:
         return stored, evicted
 
     def _is_import(self, event: Admitted) -> bool:
-        return self.requests.sequences[event.id].state is State.IMPORTING
+        sequence = self.requests.sequences.get(event.id)  # None: preempted in the same step
+        return sequence is not None and sequence.state is State.IMPORTING
 
     def _save_first(self, plan: StepPlan) -> StepPlan:
         """Saves evicted blocks to host memory before the step; returns the rest of the plan.

@@ -633,6 +633,31 @@ def test_nobody_waits_for_a_worker_for_ever() -> None:
     assert not pools.subscribers
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_choice_that_is_suspended_when_its_request_ends_is_cancelled(is_read: bool) -> None:
+    """It waits for a worker until its time is over, or nobody has read yet that it is suspended."""
+    pools, caller, clock = FakePools(random.Random(4), pairs=False), Caller(1), Clock()
+    execution, _ = start(pools, choices_request(1), clock=clock, park_seconds=5.0)
+    caller.read_until(pools, execution, 2)
+    one = pools.running[-1]
+    pools.decode = ()
+    one.client.receive(
+        worker_pb2.Output(
+            request_id=one.submit.request_id,
+            attempt=one.submit.attempt,
+            suspended=worker_pb2.Suspended(),
+        )
+    )
+    if is_read:
+        caller.read(execution)
+        clock.now += 5.0
+        with pytest.raises(Unavailable):
+            caller.read(execution)
+    execution.end()
+    assert one.client.num_streams == 0
+    assert one.client.cancelled == {one.submit.attempt}
+
+
 def test_refusals_do_not_prolong_the_wait() -> None:
     pools, caller, clock = (
         FakePools(random.Random(4), pairs=False, decode=("d1",)),

@@ -18,8 +18,11 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
+from tandem.tests.workers.engine.harness import engine_config
+from tandem.tests.workers.engine.null import NullExecutor
 from tandem.workers.engine.block_pool import BlockPool
-from tandem.workers.engine.events import Admitted
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.events import Admitted, Preempted
 from tandem.workers.engine.sequence import Task
 
 NUM_BLOCKS = 6
@@ -172,6 +175,21 @@ def test_an_import_finds_a_prefix_in_host_memory_and_may_begin_at_once(worker: M
     assert tokens_of(events, 6) == expected(PROMPTS[1], 3)
     assert [event.num_cached for event in events if isinstance(event, Admitted)] == [12]
     target.check_idle()
+
+
+def test_a_prompt_is_admitted_and_preempted_in_a_step_that_saves_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With windows, others may hold the blocks that its ring was to use again."""
+    engine = Engine(NullExecutor(), engine_config(num_blocks=8, num_host_blocks=8, block_size=4))
+    engine.submit(spec(1, tuple(range(28)), max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    engine.submit(spec(2, tuple(range(100, 128)), max_tokens=1))
+    monkeypatch.setattr(engine.scheduler, "_extend", lambda prompt, count: 0)
+    events = engine.step()
+    assert [type(event) for event in events[:2]] == [Admitted, Preempted]
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("salt", [b"", b"other"])
