@@ -143,6 +143,7 @@ def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_pat
         ("max_model_len: 7\nmax-model-len: 8", "max-model-len: sets context_tokens, which another"),
         ("port: 7\nrouter: {http_port: 8}", "port: sets router.http_port, which another key sets"),
         ("max_model_lenn: 7", "max_model_lenn: unknown key"),
+        ("enable-chunked-prefill: false", "enable-chunked-prefill: must be true: prompts are"),
         ("max_num_seqs: x", "prefill.max_sequences: must be a valid integer, got 'x'"),
     ],
 )
