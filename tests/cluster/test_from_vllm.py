@@ -64,6 +64,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> TandemConfig:
         found.append(config)
         raise InvalidArgument("enough")
 
+    monkeypatch.setattr(serve, "local_host", lambda _: "")
     monkeypatch.setattr(serve, "with_draft_folder", keep)
     with pytest.raises(InvalidArgument, match="enough"):
         serve_m(*flags)
