@@ -481,7 +481,11 @@ def split_aliases(
     overrides: dict[str, object] = {}
     for key, value in aliases.items():
         name = key.replace("-", "_")
-        added = {} if name in ALWAYS_ON else _BY_VLLM_NAME[name].overrides(value)
+        if name in ALWAYS_ON:
+            if value is not True:
+                raise InvalidArgument(f"must be true: {ALWAYS_ON[name]}", key)
+            continue
+        added = _BY_VLLM_NAME[name].overrides(value)
         for dotted in added:
             if dotted in overrides or _holds(kept, dotted):
                 raise InvalidArgument(f"sets {dotted}, which another key sets", key)

@@ -83,7 +83,7 @@ def _is_unreachable(repo_id: str, revision: str | None) -> bool:
     except (httpx2.TransportError, OfflineModeIsEnabled):
         return True
     except HfHubHTTPError as error:
-        return error.response.is_server_error
+        return bool(error.response.is_server_error)
     return False
 
 

@@ -64,6 +64,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> TandemConfig:
         found.append(config)
         raise InvalidArgument("enough")
 
+    monkeypatch.setattr(serve, "local_host", lambda _: "")
     monkeypatch.setattr(serve, "with_draft_folder", keep)
     with pytest.raises(InvalidArgument, match="enough"):
         serve_m(*flags)
@@ -143,6 +144,7 @@ def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_pat
         ("max_model_len: 7\nmax-model-len: 8", "max-model-len: sets context_tokens, which another"),
         ("port: 7\nrouter: {http_port: 8}", "port: sets router.http_port, which another key sets"),
         ("max_model_lenn: 7", "max_model_lenn: unknown key"),
+        ("enable-chunked-prefill: false", "enable-chunked-prefill: must be true: prompts are"),
         ("max_num_seqs: x", "prefill.max_sequences: must be a valid integer, got 'x'"),
     ],
 )

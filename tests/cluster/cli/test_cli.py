@@ -175,6 +175,7 @@ def test_flags_split_both_pools_or_one(
         asked.append((config.prefill.tp, config.decode.tp))
         raise InvalidArgument("enough")
 
+    monkeypatch.setattr(serve, "local_host", lambda _: "")
     monkeypatch.setattr(serve, "with_draft_folder", refuse)
     file = tmp_path / "split.yaml"
     file.write_text("model: m\nprefill: {tp: 2}\ndecode: {tp: 4}\n")
@@ -234,6 +235,7 @@ def test_a_flag_names_the_draft_model_or_drops_it(
         asked.append(config)
         raise InvalidArgument("enough")
 
+    monkeypatch.setattr(serve, "local_host", lambda _: "")
     monkeypatch.setattr(serve, "with_draft_folder", refuse)
     file = tmp_path / "draft.yaml"
     file.write_text("model: m\nspeculative: {model: small, num_speculative_tokens: 3}\n")
