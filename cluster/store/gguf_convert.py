@@ -3,7 +3,7 @@
 Run as `python -m tandem.cluster.store.gguf_convert FILE DTYPE`. The working folder receives the
 files that `save_pretrained` writes: config.json, model.safetensors, tokenizer.json,
 tokenizer_config.json, chat_template.jinja. transformers converts; this module adds the parts that
-transformers drops (scaled RoPE, end-of-turn tokens, splitting of digits), and refuses a file of
+transformers drops (RoPE, windows, end-of-turn tokens, splitting of digits), and refuses a file of
 which more would be lost.
 """
 
@@ -57,6 +57,8 @@ _SAME_SPLIT: Final = {
     **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
 }
 """Names of splittings that transformers knows by another name."""
+_LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
+"""The numbers of layers by which llama.cpp recognizes Gemma 27B."""
 _ROPE_FREQS: Final = "rope_freqs.weight"
 _ROPE_FACTORS: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
 _F32: Final = 0
@@ -91,6 +93,7 @@ def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
     if key_length := header.of_model("attention.key_length"):
         config.head_dim = key_length
     _restore_rope(config, header, gguf)
+    _restore_attention(config, header)
     config.save_pretrained(out)
     _check_size(out, header, gguf.name)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -172,7 +175,8 @@ def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
 def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
     """Restores the scaling of rotary embeddings, which transformers drops when it reads GGUF.
 
-    Without it the model handles only short prompts. Raises CheckpointError for an unknown scaling.
+    Without it the model handles only short prompts. Also restores the base, which transformers
+    drops for StarCoder 2. Raises CheckpointError for an unknown scaling.
     """
     if not getattr(config, "rope_parameters", None):
         return
@@ -181,6 +185,8 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
     target = config.rope_parameters.get("full_attention", config.rope_parameters)
     if (rotated := header.of_model("rope.dimension_count", head_dim)) < head_dim:
         target["partial_rotary_factor"] = rotated / head_dim
+    if base := header.of_model("rope.freq_base"):
+        target["rope_theta"] = base
     kind = header.of_model("rope.scaling.type", "none")
     original = header.of_model(
         "rope.scaling.original_context_length", config.max_position_embeddings
@@ -218,6 +224,15 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
         if hasattr(config, "original_max_position_embeddings"):
             config.original_max_position_embeddings = original
     target.update(rope)
+
+
+def _restore_attention(config: Any, header: GgufHeader) -> None:
+    """Restores the window of Phi-3, and the scale of Gemma 27B, which no field of a file has."""
+    window = header.of_model("attention.sliding_window")
+    if window and getattr(config, "sliding_window", 0) is None:
+        config.sliding_window = window
+    if header.of_model("block_count") == _LAYERS_OF_27B.get(header.architecture):
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
 
 
 def _read_factors(gguf: Path, tensor: GgufTensor | None) -> list[float]:

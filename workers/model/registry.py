@@ -389,7 +389,12 @@ def _parse_text_model(fields: Fields, architecture: str) -> ModelConfig | None:
 
 
 def _native_family(architecture: str) -> ModelFamily | None:
-    return MODELS.get(architecture) or _plugin("tandem.models", architecture)
+    """Returns the family of an architecture, such as MistralForCausalLM, or MistralModel alone.
+
+    The latter is a decoder that was saved without its head, for embeddings.
+    """
+    own = MODELS.get(architecture) or _plugin("tandem.models", architecture)
+    return own or MODELS.get(f"{architecture.removesuffix('Model')}ForCausalLM")
 
 
 def markdown() -> str:

@@ -16,13 +16,20 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 from tokenizers.pre_tokenizers import Digits as PreDigits
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    Phi3Config,
+    Starcoder2Config,
+)
 from typer.testing import CliRunner
 
 from tandem import LLM, SamplingParams
 from tandem.cluster.cli.main import app
 from tandem.cluster.store import gguf_convert, store
-from tandem.cluster.store.gguf_header import read_gguf_header
+from tandem.cluster.store.gguf_header import GgufHeader, read_gguf_header
 from tandem.cluster.store.store import resolve_model
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.damaged import LEAK, damaged
@@ -172,6 +179,48 @@ def test_scaled_rotary_embeddings_are_not_lost(tmp_path: Path) -> None:
     (rope, _) = load_model_config(out).ropes
     assert rope is not None
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 2048)
+
+
+def made_header(architecture: str, **values: float) -> GgufHeader:
+    named = {f"{architecture}.{name.replace('__', '.')}": each for name, each in values.items()}
+    return GgufHeader(values={"general.architecture": architecture} | named, tensors={})
+
+
+def test_the_base_of_rotary_embeddings_is_not_lost() -> None:
+    """transformers reads it for most architectures, but not for StarCoder 2."""
+    config = Starcoder2Config()
+    header = made_header("starcoder2", rope__freq_base=1e6)
+    gguf_convert._restore_rope(config, header, Path("x.gguf"))
+    assert config.rope_parameters["rope_theta"] == 1e6
+
+
+def test_the_window_of_phi_3_is_not_lost() -> None:
+    for window, expected in ((2047, 2047), (0, None)):
+        config = Phi3Config()
+        header = made_header("phi3", attention__sliding_window=window, block_count=32)
+        gguf_convert._restore_attention(config, header)
+        assert config.sliding_window == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "hidden", "scalar"),
+    [
+        ("gemma3", 62, 5376, 168),
+        ("gemma3", 34, 2560, 256),
+        ("gemma2", 46, 4608, 144),
+        ("gemma2", 42, 3584, 256),
+    ],
+)
+def test_the_scale_of_gemma_27b_is_known_by_its_layers(
+    architecture: str, layers: int, hidden: int, scalar: int
+) -> None:
+    """No field of the file has it."""
+    config = CONFIG_MAPPING[{"gemma3": "gemma3_text"}.get(architecture, architecture)](
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=32
+    )
+    header = made_header(architecture, block_count=layers, attention__sliding_window=1024)
+    gguf_convert._restore_attention(config, header)
+    assert config.query_pre_attn_scalar == scalar
 
 
 def test_a_file_is_converted_once_for_each_dtype(

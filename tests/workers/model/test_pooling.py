@@ -2,6 +2,7 @@
 two ranks.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,30 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, family: str, model
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    ("architecture", "model_impl"),
+    [
+        ("Qwen3ForCausalLM", "auto"),
+        ("Qwen3ForCausalLM", "transformers"),
+        ("Qwen3Model", "auto"),
+    ],
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_decoder_may_have_been_saved_without_its_head(
-    tmp_path: Path, tied: bool, model_impl: str
+    tmp_path: Path, tied: bool, architecture: str, model_impl: str
 ) -> None:
-    """As Qwen3-Embedding: names begin with layers, and config.json of 8B asks for a head."""
+    """As Qwen3-Embedding: names begin with layers, and config.json of 8B asks for a head.
+
+    Other embedding models also name the decoder as their architecture.
+    """
     folder = make_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=tied)
     rows = expected(folder, "last")
     path = folder / "model.safetensors"
     stored = load_file(path)
     stored.pop("lm_head.weight", None)
     save_file({name.removeprefix("model."): each for name, each in stored.items()}, path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
     assert open_checkpoint(folder, model_impl).config.tie_word_embeddings
     for ours, theirs in zip(
         embed(load(folder, model_impl=model_impl), "last", 100), rows, strict=True

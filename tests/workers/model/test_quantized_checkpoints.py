@@ -453,9 +453,7 @@ def test_dynamic_settings_of_gptq_exclude_layers_or_change_them(
         ("re:.*up_proj$", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"),
     ],
 )
-def test_layers_are_excluded_by_name_part_and_pattern(
-    entry: str, excluded: str, kept: str
-) -> None:
+def test_layers_are_excluded_by_name_part_and_pattern(entry: str, excluded: str, kept: str) -> None:
     """AWQ checkpoints write a dot after a name, and transformers reads an entry as a pattern."""
     fields = quantization_fields({"modules_to_not_convert": [entry]})
     assert is_plain(fields, excluded)
