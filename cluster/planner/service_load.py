@@ -141,9 +141,7 @@ class ServiceLoad:
         alone = sum(map(costs.seconds, prompt_steps(length, self._chunk_tokens)))
         one = LoadOptions(concurrency=1, num_prompts=1)
         found: list[float] = []
-        streams = asyncio.create_task(
-            self._send(target, _STREAMS_BESIDE, _OUTPUT_TOKENS, seconds)
-        )
+        streams = asyncio.create_task(self._send(target, _STREAMS_BESIDE, _OUTPUT_TOKENS, seconds))
         try:
             while not (found and streams.done()):
                 prompts = self._prompts(length, 1, count=1, seed=1_000 + len(found))

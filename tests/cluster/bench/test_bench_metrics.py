@@ -276,7 +276,11 @@ ONE_CALLER = {"concurrency": 1}
         (TRACED | {"trace_scale": TraceScale(speed=0.0)}, {}, "--speed: must be from 1e-06"),
         (TRACED | {"kind": "random"}, {}, "--workload trace and --trace must be given together"),
         ({"kind": "trace"}, ONE_CALLER, "--workload trace and --trace must be given together"),
-        ({"trace_scale": TraceScale(speed=2.0)}, ONE_CALLER, "--length-scale, --speed and --spread-arrivals need"),
+        (
+            {"trace_scale": TraceScale(speed=2.0)},
+            ONE_CALLER,
+            "--length-scale, --speed and --spread-arrivals need",
+        ),
     ],
 )
 def test_the_options_of_a_trace_are_checked(

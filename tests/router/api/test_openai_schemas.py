@@ -22,7 +22,6 @@ from tandem.tests.router.api.test_openai import ASK, TOOLS
 from tandem.tests.schemas import random_schema
 
 
-
 @asynccontextmanager
 async def served(folder: Path, **config: Any) -> AsyncIterator[str]:
     """Yields the URL of a service with a prefill and a decode worker."""
