@@ -479,6 +479,7 @@ def test_the_scan_sees_the_package() -> None:
         "proto.errors",
         "cluster.cli.options",
         "cluster.local.llm",
+        "cluster.stop_signals",
         "cluster.store.quantize",
         "cluster.store.store",
     }

@@ -188,7 +188,7 @@ def made_header(architecture: str, **values: float) -> GgufHeader:
 
 def test_the_base_of_rotary_embeddings_is_not_lost() -> None:
     """transformers reads it for most architectures, but not for StarCoder 2."""
-    config = Starcoder2Config()
+    config: Any = Starcoder2Config()
     header = made_header("starcoder2", rope__freq_base=1e6)
     gguf_convert._restore_rope(config, header, Path("x.gguf"))
     assert config.rope_parameters["rope_theta"] == 1e6
@@ -215,9 +215,8 @@ def test_the_scale_of_gemma_27b_is_known_by_its_layers(
     architecture: str, layers: int, hidden: int, scalar: int
 ) -> None:
     """No field of the file has it."""
-    config = CONFIG_MAPPING[{"gemma3": "gemma3_text"}.get(architecture, architecture)](
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=32
-    )
+    make: Any = CONFIG_MAPPING[{"gemma3": "gemma3_text"}.get(architecture, architecture)]
+    config = make(num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=32)
     header = made_header(architecture, block_count=layers, attention__sliding_window=1024)
     gguf_convert._restore_attention(config, header)
     assert config.query_pre_attn_scalar == scalar
