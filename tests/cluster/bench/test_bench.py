@@ -316,7 +316,8 @@ async def test_a_trace_is_replayed(start: Start, tmp_path: Path) -> None:
     offsets = [at - server.arrivals[0] for at in server.arrivals]
     assert offsets == pytest.approx([0.0, 0.2, 0.6], abs=0.1)
     found = json.loads(out)
-    assert found["workload"]["trace_scale"] == {"lengths": "1/2", "speed": 0.5}
+    scale = {"lengths": "1/2", "speed": 0.5, "spread": False}
+    assert found["workload"]["trace_scale"] == scale
     figures = found["servers"][0]["rounds"][0]["figures"]
     assert figures["slo_attainment"] == 1
     assert figures["late_sends"] == 0
