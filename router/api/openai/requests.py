@@ -85,12 +85,14 @@ class ParsedRequest(Generic[_B]):
 
     def field(self, path: str) -> str:
         """Returns the name in this body of a field of GenerateRequest."""
-        if self.is_chat and path == "prompt":
-            return "messages"
+        if self.is_chat and path in ("prompt", "prompt.chat"):
+            path = "prompt.chat.messages"
         if path.startswith("resume"):
             return LAST_EVENT_ID if self.last_event_id is None else "last_event_id"
-        found = next((name for start, name in self.names.items() if path.startswith(start)), None)
-        return http_field(path) if found is None else found
+        for start, name in self.names.items():
+            if path == start or path.startswith((f"{start}.", f"{start}[")):
+                return name
+        return http_field(path)
 
 
 AnyRequest = ParsedRequest[OpenModel]

@@ -85,7 +85,7 @@ async def make_rerank_request(
         common=common,
         prompts=prompt_messages(prompts),
         request_id=request_id,
-        names={"prompt": "documents", "logprobs": "documents"},
+        names={name: "documents" for name in ("prompt", "prompt_logprobs", "logprobs")},
         is_streamed=False,
     )
     return request, (len(yes), len(no))

@@ -42,6 +42,7 @@ def translate_responses(
     names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
     marks: list[inference_pb2.CacheBreakpoint] = []
     chat = _chat(parsed, names, earlier, marks)
+    names["prompt.chat.messages"] = "input"  # after the single messages: the first match counts
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
     # The format binds only text, and a required call has none.
