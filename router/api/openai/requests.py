@@ -150,7 +150,9 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     common.cache_breakpoints.extend(list(_marks(parsed))[-MAX_CACHE_BREAKPOINTS:])
     chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
     chat.tool_choice.single_call = parsed.parallel_tool_calls is False
-    if must_call(chat) and not common.HasField("constraint"):
+    if must_call(chat) and names["constraint"] == "response_format":
+        # The format binds only text, and a required call has none.
+        common.ClearField("constraint")
         names["constraint"] = "tools"
     return ParsedRequest(
         body=parsed,

@@ -480,6 +480,17 @@ HTTP_CASES: list[Case] = [
         "'user'",
     ),
     (f"{MESSAGES}/count_tokens", chat(system=1), 400, "system", "array"),
+    (
+        MESSAGES,
+        anthropic(
+            messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+            tools=[{"name": "f", "input_schema": {"type": "object"}}],
+            tool_choice={"type": "any"},
+        ),
+        400,
+        "messages[1]",
+        "demands a call",
+    ),
     (MESSAGES, anthropic(stop_token_ids=[258]), 400, "stop_token_ids", "258 tokens"),
     (MESSAGES, anthropic(stop_regex="("), 400, "stop_regex", ""),
     (MESSAGES, anthropic(stop_regex="x" * 1_025), 400, "stop_regex", "1024"),
