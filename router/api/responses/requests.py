@@ -50,8 +50,8 @@ def translate_responses(
         model=parsed.model or "", constraint=None if must_call(chat) else constraint
     )
     set_parameters(common, parsed, PARAMETER_NAMES)
-    set_prompt_cache(common, parsed.prompt_cache_options)
     common.cache_breakpoints.extend(marks[-MAX_CACHE_BREAKPOINTS:])
+    set_prompt_cache(common, parsed.prompt_cache_options)
     return ParsedRequest(
         body=parsed,
         common=common,

@@ -170,6 +170,24 @@ async def test_hints_of_responses(service: Service, client: openai.AsyncOpenAI) 
     assert details.cache_write_tokens == len(last_prompt(service))
 
 
+async def test_marks_inherit_the_ttl_of_the_request(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    service.source.answer = ANSWER
+    marked = {"type": "input_text", "text": "A book.", "prompt_cache_breakpoint": EXPLICIT}
+    options: Any = {"mode": "explicit", "ttl": "12h"}
+    said: Any = [{"role": "user", "content": [marked]}]
+    await client.responses.create(model="tiny", input=said, prompt_cache_options=options)
+    assert retained(service) == [("user: A book.", 43_200)]
+    said[0]["content"] = [marked | {"type": "text"}]
+    await client.chat.completions.create(model="tiny", messages=said, prompt_cache_options=options)
+    assert retained(service) == [("user: A book.", 43_200)]
+    marked["prompt_cache_breakpoint"] = EXPLICIT | {"ttl": "30m"}
+    said[0]["content"] = [marked]
+    await client.responses.create(model="tiny", input=said, prompt_cache_options=options)
+    assert retained(service) == [("user: A book.", 1_800)]
+
+
 async def test_hints_of_grpc_and_of_the_python_client(grpc_service: Service) -> None:
     grpc_service.source.answer = ANSWER
     async with AsyncClient(grpc_service.grpc) as client:
