@@ -174,18 +174,21 @@ async def test_marks_inherit_the_ttl_of_the_request(
     service: Service, client: openai.AsyncOpenAI
 ) -> None:
     service.source.answer = ANSWER
-    marked = {"type": "input_text", "text": "A book.", "prompt_cache_breakpoint": EXPLICIT}
+    marked: Any = {"type": "input_text", "text": "A book.", "prompt_cache_breakpoint": EXPLICIT}
+    rest: Any = {"role": "user", "content": "So?"}
     options: Any = {"mode": "explicit", "ttl": "12h"}
-    said: Any = [{"role": "user", "content": [marked]}]
-    await client.responses.create(model="tiny", input=said, prompt_cache_options=options)
-    assert retained(service) == [("user: A book.", 43_200)]
-    said[0]["content"] = [marked | {"type": "text"}]
+    create = client.responses.create
+    said: Any = [{"role": "user", "content": [marked]}, rest]
+    await create(model="tiny", input=said, prompt_cache_options=options)
+    (inherited,) = retained(service)
+    assert inherited[1] == 43_200
+    said = [{"role": "user", "content": [marked | {"type": "text"}]}, rest]
     await client.chat.completions.create(model="tiny", messages=said, prompt_cache_options=options)
-    assert retained(service) == [("user: A book.", 43_200)]
-    marked["prompt_cache_breakpoint"] = EXPLICIT | {"ttl": "30m"}
-    said[0]["content"] = [marked]
-    await client.responses.create(model="tiny", input=said, prompt_cache_options=options)
-    assert retained(service) == [("user: A book.", 1_800)]
+    assert retained(service) == [inherited]
+    own = marked | {"prompt_cache_breakpoint": EXPLICIT | {"ttl": "30m"}}
+    said = [{"role": "user", "content": [own]}, rest]
+    await create(model="tiny", input=said, prompt_cache_options=options)
+    assert retained(service) == [(inherited[0], 1_800)]
 
 
 async def test_hints_of_grpc_and_of_the_python_client(grpc_service: Service) -> None:
