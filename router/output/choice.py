@@ -145,7 +145,10 @@ class ChoiceOutput:
             self.num_reasoning_tokens += parser.is_reasoning and number < len(message.token_ids)
             if self._calls_once and parts[-1].calls:
                 message.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
-                del message.token_ids[number + 1 :]
+                if number + 1 < len(message.token_ids):  # what ended the rest does not count
+                    del message.token_ids[number + 1 :]
+                    message.ClearField("stop_string")
+                    message.ClearField("stop_token_id")
                 break
         else:
             if message.finish_reason != UNFINISHED:

@@ -155,13 +155,15 @@ def _stop(message: inference_pb2.GenerateResponse) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
-    counts = _counts(
+def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
+    counts: dict[str, Any] = _counts(
         usage.prompt_tokens,
         usage.cached_tokens,
         usage.cache_write_tokens,
         usage.completion_tokens,
     )
+    if usage.reasoning_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
     if usage.dropped_messages:
         counts["dropped_messages"] = usage.dropped_messages
     return counts

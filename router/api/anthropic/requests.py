@@ -80,15 +80,17 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
         chat.template_kwargs = json.dumps({"enable_thinking": body.thinking.type != "disabled"})
     if body.messages and body.messages[-1].role == "assistant":  # the begin of the answer
         chat.continue_final_message = not chat.messages[-1].tool_calls
+        names["prompt.chat.continue_final_message"] = f"messages[{len(body.messages) - 1}]"
     form = body.output_config and body.output_config.format
     constraint = None
     if form:
         schema = json_text(close_objects(form.schema_), "output_config.format.schema")
         constraint = inference_pb2.Constraint(json_schema=schema)
-    names["constraint"] = "tools" if must_call(chat) and form is None else "output_config.format"
+    names["constraint"] = "tools" if must_call(chat) else "output_config.format"
+    # The format binds only text, and a required call has none.
     common = inference_pb2.GenerateRequest(
         model=body.model or "",
-        constraint=constraint,
+        constraint=None if must_call(chat) else constraint,
         prompt_cache_retention=body.cache_control.retention if body.cache_control else "",
         cache_breakpoints=marks,
     )

@@ -305,22 +305,28 @@ class CacheControl(OpenModel):
         return self.ttl or "5m"
 
 
+REQUEST_TTL: Final = "request"
+"""Stands for the ttl of the request, in marks that have none."""
+
+
 class PromptCacheBreakpoint(OpenModel):
     """Declares OpenAI's mark of a prefix that stays in the prefix cache."""
 
     mode: Literal["explicit"]
-    ttl: Literal["30m", "12h"] | None = Field(None, description="30m by default.")
+    ttl: Literal["30m", "12h"] | None = Field(
+        None, description="The ttl of prompt_cache_options by default, or else 30m."
+    )
 
     @property
     def retention(self) -> str:
-        return self.ttl or "30m"
+        return self.ttl or REQUEST_TTL
 
 
 class PromptCacheOptions(OpenModel):
     mode: Literal["implicit", "explicit"] | None = Field(
         None, description="explicit: keeps only the prefixes with a prompt_cache_breakpoint."
     )
-    ttl: Literal["30m"] | None = Field(
+    ttl: Literal["30m", "12h"] | None = Field(
         None, description="Keeps the prompt in the prefix cache for this time."
     )
 

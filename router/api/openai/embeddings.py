@@ -149,7 +149,7 @@ async def make_score_request(
         common=common,
         prompts=prompt_messages((first + second)[-kept:] for first, second in pairs),
         request_id=request_id,
-        names={"prompt": "text_2", "logprobs": "text_2"},
+        names=dict.fromkeys(("prompt", "prompt_logprobs", "logprobs"), "text_2"),
         is_streamed=False,
     )
     return request, [max(min(len(first), kept - len(second)), 0) for first, second in pairs]

@@ -15,6 +15,7 @@ from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
 from .bodies import (
+    REQUEST_TTL,
     AssistantMessage,
     Body,
     ChatBody,
@@ -85,12 +86,14 @@ class ParsedRequest(Generic[_B]):
 
     def field(self, path: str) -> str:
         """Returns the name in this body of a field of GenerateRequest."""
-        if self.is_chat and path == "prompt":
-            return "messages"
+        if self.is_chat and path in ("prompt", "prompt.chat"):
+            path = "prompt.chat.messages"
         if path.startswith("resume"):
             return LAST_EVENT_ID if self.last_event_id is None else "last_event_id"
-        found = next((name for start, name in self.names.items() if path.startswith(start)), None)
-        return http_field(path) if found is None else found
+        for start, name in self.names.items():
+            if path == start or path.startswith((f"{start}.", f"{start}[")):
+                return name
+        return http_field(path)
 
 
 AnyRequest = ParsedRequest[OpenModel]
@@ -105,6 +108,7 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
     for prompt in prompts:
         prompt.suffix = parsed.suffix or ""
     common, names = _translate(parsed)
+    set_prompt_cache(common, parsed.prompt_cache_options)
     has_prompt_logprobs = common.HasField("prompt_logprobs")
     if common.echo and common.HasField("logprobs") and not has_prompt_logprobs:
         common.prompt_logprobs = common.logprobs
@@ -146,9 +150,12 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
         common.ClearField("logprobs")
     chat = _chat(parsed, parsed.messages)
     common.cache_breakpoints.extend(list(_marks(parsed))[-MAX_CACHE_BREAKPOINTS:])
+    set_prompt_cache(common, parsed.prompt_cache_options)
     chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
     chat.tool_choice.single_call = parsed.parallel_tool_calls is False
-    if must_call(chat) and not common.HasField("constraint"):
+    if must_call(chat) and names["constraint"] == "response_format":
+        # The format binds only text, and a required call has none.
+        common.ClearField("constraint")
         names["constraint"] = "tools"
     return ParsedRequest(
         body=parsed,
@@ -191,15 +198,19 @@ def set_parameters(
 def set_prompt_cache(
     request: inference_pb2.GenerateRequest, options: PromptCacheOptions | None
 ) -> None:
-    """Sets how long the prompt stays in the prefix cache, from OpenAI's newer options."""
-    if options is None or options.ttl is None:
+    """Sets how long the prompt and its marks stay in the prefix cache, from OpenAI's options."""
+    ttl = None if options is None else options.ttl
+    for mark in request.cache_breakpoints:
+        if mark.retention == REQUEST_TTL:
+            mark.retention = ttl or "30m"
+    if options is None or ttl is None:
         return
     if request.prompt_cache_retention:
         raise InvalidArgument(
             "cannot be combined with prompt_cache_options", "prompt_cache_retention"
         )
     if options.mode != "explicit":
-        request.prompt_cache_retention = options.ttl
+        request.prompt_cache_retention = ttl
 
 
 def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str]]:
@@ -227,7 +238,6 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
         constraint=constraint,
         **values[""],
     )
-    set_prompt_cache(request, body.prompt_cache_options)
     request.priority = min(-request.priority, 2**31 - 1)  # in vLLM, a lower number is served first
     return request, names
 

@@ -85,7 +85,7 @@ async def make_rerank_request(
         common=common,
         prompts=prompt_messages(prompts),
         request_id=request_id,
-        names={"prompt": "documents", "logprobs": "documents"},
+        names=dict.fromkeys(("prompt", "prompt_logprobs", "logprobs"), "documents"),
         is_streamed=False,
     )
     return request, (len(yes), len(no))

@@ -42,6 +42,7 @@ def translate_responses(
     names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
     marks: list[inference_pb2.CacheBreakpoint] = []
     chat = _chat(parsed, names, earlier, marks)
+    names["prompt.chat.messages"] = "input"  # after the single messages: the first match counts
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
     # The format binds only text, and a required call has none.
@@ -49,8 +50,8 @@ def translate_responses(
         model=parsed.model or "", constraint=None if must_call(chat) else constraint
     )
     set_parameters(common, parsed, PARAMETER_NAMES)
-    set_prompt_cache(common, parsed.prompt_cache_options)
     common.cache_breakpoints.extend(marks[-MAX_CACHE_BREAKPOINTS:])
+    set_prompt_cache(common, parsed.prompt_cache_options)
     return ParsedRequest(
         body=parsed,
         common=common,

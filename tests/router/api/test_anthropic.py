@@ -213,6 +213,22 @@ async def test_output_of_a_schema(service: Service, client: anthropic.AsyncAnthr
     assert '"age"' in service.source.requests[-1].submit.grammar
 
 
+async def test_a_format_does_not_bind_a_call_that_is_demanded(
+    service: Service, client: anthropic.AsyncAnthropic
+) -> None:
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    form = {"type": "json_schema", "schema": {"properties": {"age": {"type": "integer"}}}}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        said = await ask(
+            client,
+            tools=TOOLS,
+            tool_choice=choice,
+            extra_body={"output_config": {"format": form}},
+        )
+        assert [block.type for block in said.content] == ["tool_use"]
+        assert '"age"' not in service.source.requests[-1].submit.grammar
+
+
 async def test_counting_tokens(service: Service, client: anthropic.AsyncAnthropic) -> None:
     counted = await client.messages.count_tokens(
         model="tiny", messages=ASK, tools=TOOLS, system="Be brief."

@@ -480,6 +480,20 @@ HTTP_CASES: list[Case] = [
         "'user'",
     ),
     (f"{MESSAGES}/count_tokens", chat(system=1), 400, "system", "array"),
+    (
+        MESSAGES,
+        anthropic(
+            messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+            tools=[{"name": "f", "input_schema": {"type": "object"}}],
+            tool_choice={"type": "any"},
+        ),
+        400,
+        "messages[1]",
+        "demands a call",
+    ),
+    (MESSAGES, anthropic(stop_token_ids=[258]), 400, "stop_token_ids", "258 tokens"),
+    (MESSAGES, anthropic(stop_regex="("), 400, "stop_regex", ""),
+    (MESSAGES, anthropic(stop_regex="x" * 1_025), 400, "stop_regex", "1024"),
     (RESPONSES, response(model="nope"), 404, None, "'nope'"),
     (
         RESPONSES,
@@ -490,6 +504,15 @@ HTTP_CASES: list[Case] = [
     ),
     (RESPONSES, response(input=[{"type": "message", "role": "r"}]), 400, "input[0].role", "'user'"),
     (RESPONSES, response(input=[]), 400, "input", "no message"),
+    (RESPONSES, response(input="x" * 512), 400, "input", "prompt tokens"),
+    (RESPONSES, response(input="x" * 1_000_001), 400, "input", "maximum is 1000000"),
+    (
+        RESPONSES,
+        response(instructions="x", input=[{"role": "user", "content": "x"}] * 1_024),
+        400,
+        "input",
+        "1 to 1024",
+    ),
     (
         RESPONSES,
         response(input=[{"type": "item_reference", "id": "x"}]),

@@ -286,6 +286,31 @@ async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None
         assert bool(service.source.requests[-1].submit.grammar) is bound
 
 
+async def test_a_format_does_not_bind_a_call_that_is_demanded(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": Person.model_json_schema()},
+    }
+    for choice in choices:
+        said = await client.chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, tool_choice=choice, response_format=form
+        )
+        assert said.choices[0].finish_reason == "tool_calls"
+        assert '"age"' not in service.source.requests[-1].submit.grammar
+    with pytest.raises(openai.BadRequestError, match=r"structured_outputs\.regex: not allowed"):
+        await client.chat.completions.create(
+            model="tiny",
+            messages=ASK,
+            tools=TOOLS,
+            tool_choice="required",
+            extra_body={"structured_outputs": {"regex": "a"}},
+        )
+
+
 class Person(BaseModel):
     name: str
     age: int

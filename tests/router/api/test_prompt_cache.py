@@ -170,6 +170,27 @@ async def test_hints_of_responses(service: Service, client: openai.AsyncOpenAI) 
     assert details.cache_write_tokens == len(last_prompt(service))
 
 
+async def test_marks_inherit_the_ttl_of_the_request(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    service.source.answer = ANSWER
+    marked: Any = {"type": "input_text", "text": "A book.", "prompt_cache_breakpoint": EXPLICIT}
+    rest: Any = {"role": "user", "content": "So?"}
+    options: Any = {"mode": "explicit", "ttl": "12h"}
+    create = client.responses.create
+    said: Any = [{"role": "user", "content": [marked]}, rest]
+    await create(model="tiny", input=said, prompt_cache_options=options)
+    (inherited,) = retained(service)
+    assert inherited[1] == 43_200
+    said = [{"role": "user", "content": [marked | {"type": "text"}]}, rest]
+    await client.chat.completions.create(model="tiny", messages=said, prompt_cache_options=options)
+    assert retained(service) == [inherited]
+    own = marked | {"prompt_cache_breakpoint": EXPLICIT | {"ttl": "30m"}}
+    said = [{"role": "user", "content": [own]}, rest]
+    await create(model="tiny", input=said, prompt_cache_options=options)
+    assert retained(service) == [(inherited[0], 1_800)]
+
+
 async def test_hints_of_grpc_and_of_the_python_client(grpc_service: Service) -> None:
     grpc_service.source.answer = ANSWER
     async with AsyncClient(grpc_service.grpc) as client:

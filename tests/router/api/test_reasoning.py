@@ -101,6 +101,8 @@ async def test_messages(answering: Service) -> None:
             assert (thinking["type"], thinking["thinking"]) == ("thinking", THOUGHT)
             assert (text["type"], text["text"]) == ("text", SAID)
             assert (call["type"], call["input"]) == ("tool_use", {"city": "Köln"})
+            assert made.usage.output_tokens_details is not None
+            assert made.usage.output_tokens_details.thinking_tokens == NUM_REASONING
         back: Any = [USER, {"role": "assistant", "content": whole.content[:2]}, USER]
         await client.messages.create(messages=back, **fields)
     assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)

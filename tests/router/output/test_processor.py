@@ -328,6 +328,19 @@ async def test_an_answer_of_a_single_call_ends_after_it(
     assert messages[-1].usage.completion_tokens == len(expected)
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
+@pytest.mark.parametrize("stopping", [{"stop": ["END"]}, {"stop_token_ids": [ord("!")]}])
+async def test_what_stops_after_a_single_call_is_not_named(
+    model: ServedModel, stopping: dict[str, Any], tokens_per_delta: int
+) -> None:
+    source = FakeTokenSource(answer=f"{CALL}\nEND!".encode(), tokens_per_delta=tokens_per_delta)
+    chat = TOOLS | {"tool_choice": {"single_call": True}}
+    messages = await collect(model, source, request(prompt={"chat": chat}, stopping=stopping))
+    assert bytes(ids(messages)) == CALL.encode()
+    assert messages[-1].finish_reason == inference_pb2.FINISH_REASON_TOOL_CALLS
+    assert (messages[-1].stop_string, messages[-1].HasField("stop_token_id")) == ("", False)
+
+
 async def test_a_stop_string_that_is_a_special_token_ends_the_choice(model: ServedModel) -> None:
     """The token has no text in which a stop string could be found."""
     source = FakeTokenSource(answer=[*b"ab", EOS_ID, *b"cd"])
