@@ -297,7 +297,7 @@ def test_steps_on_a_fake_gpu_stay_within_the_budget(
         )
         size = cache_size(
             bytes=CacheBytes.of(kv_layout(config, "bfloat16"), 1, block_size=16),
-            limits=StepLimits(num_tokens=256, num_rows=16),
+            limits=StepLimits(num_tokens=256, num_rows=40),
         )
 
         def build(num_blocks: int) -> list[ModelRunner]:
@@ -307,7 +307,7 @@ def test_steps_on_a_fake_gpu_stay_within_the_budget(
         assert use.rest == 0
         assert min(use.weights, use.activations, use.graphs, scratch) > 0
         # Logits of all rows, as scores in float32.
-        assert use.activations > 4 * 16 * config.vocab_size
+        assert use.activations > 4 * 40 * config.vocab_size
         number = gpu_blocks(size, build, gpu, "cuda", None)
         gpu.release()
         (runner,) = build(number)
