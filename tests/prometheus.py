@@ -119,11 +119,12 @@ class Prometheus:
 
     def query(self, expression: str) -> list[float]:
         """Returns the value of each series that the expression has now, but for those that are no
-        number.
+        number; none while Prometheus starts.
         """
-        answer: dict[str, Any] = httpx.get(
-            f"{self._url}/api/v1/query", params={"query": expression}
-        ).json()
+        response = httpx.get(f"{self._url}/api/v1/query", params={"query": expression})
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            return []
+        answer: dict[str, Any] = response.json()
         assert answer["status"] == "success", answer
         values = [float(series["value"][1]) for series in answer["data"]["result"]]
         return [value for value in values if not math.isnan(value)]

@@ -264,7 +264,9 @@ async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> Non
         assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_GONE
         await session.until(ended)
         assert session.tokens() == expected_tokens(range(20), 40, VOCAB)
-        assert await session.read() is None
+        while (last := await session.read()) is not None:  # it says at its end that it drains
+            assert not last.outputs
+            assert last.load.draining
         async with asyncio.timeout(WAIT):  # it does not wait for routers that have nothing there
             await stopping
 
