@@ -84,11 +84,11 @@ class ServiceLoad:
             streams = [await self._send(target, each, _OUTPUT_TOKENS, part) for each in _STREAMS]
             used.append(self._cpu_seconds())
             request_seconds, background = await self._prompts_alone(target, part)
+            costs = self._costs.scaled(background)
             contention = 1.0
             if has_prefill:
-                costs = self._costs.scaled(background)
                 contention = await self._prompts_beside(target, part, request_seconds, costs)
-        host, host_each = host_time(self._costs.scaled(background), streams)
+        host, host_each = host_time(costs, streams)
         return ServiceTimes(
             background=background,
             prefill_contention=contention,
@@ -118,15 +118,11 @@ class ServiceLoad:
         end = time.monotonic() + seconds
         predicted: list[float] = []
         measured: list[float] = []
-        one = LoadOptions(concurrency=1, num_prompts=1)
         for number, length in enumerate(cycle(lengths)):
             if number >= _LEAST_PROMPTS and time.monotonic() >= end:
                 break
-            prompts = self._prompts(length, 1, count=1, seed=1 + number)
-            (record,) = _completed(await send_load(target, prompts, one))
-            steps = prompt_steps(length, self._chunk_tokens)
-            predicted.append(sum(map(self._costs.seconds, steps)))
-            measured.append(record.ttft)
+            predicted.append(self._prompt_seconds(self._costs, length))
+            measured.append(await self._ttft(target, length, 1 + number))
         return fit_requests(predicted, measured)
 
     async def _prompts_beside(
@@ -138,19 +134,28 @@ class ServiceLoad:
         before the prefill worker, which gets what they leave of the cores.
         """
         length = min(self._chunk_tokens // 2, self._longest)
-        alone = sum(map(costs.seconds, prompt_steps(length, self._chunk_tokens)))
-        one = LoadOptions(concurrency=1, num_prompts=1)
+        alone = self._prompt_seconds(costs, length)
         found: list[float] = []
         streams = asyncio.create_task(self._send(target, _STREAMS_BESIDE, _OUTPUT_TOKENS, seconds))
         try:
             while not (found and streams.done()):
-                prompts = self._prompts(length, 1, count=1, seed=1_000 + len(found))
-                (record,) = _completed(await send_load(target, prompts, one))
-                found.append((record.ttft - request_seconds) / alone)
+                ttft = await self._ttft(target, length, 1_000 + len(found))
+                found.append((ttft - request_seconds) / alone)
             await streams
         finally:
             streams.cancel()
         return max(statistics.median(found), 1.0)
+
+    async def _ttft(self, target: StreamCompletion, length: int, seed: int) -> float:
+        """Sends one prompt, which is random by its seed; returns its TTFT in seconds."""
+        prompts = self._prompts(length, 1, count=1, seed=seed)
+        one = LoadOptions(concurrency=1, num_prompts=1)
+        (record,) = _completed(await send_load(target, prompts, one))
+        return record.ttft
+
+    def _prompt_seconds(self, costs: StepCosts, length: int) -> float:
+        """Returns the predicted seconds of a prompt's steps."""
+        return sum(map(costs.seconds, prompt_steps(length, self._chunk_tokens)))
 
     async def _transfers(self) -> TransferProfile:
         """Measures KV transfers of some prompts between the workers."""

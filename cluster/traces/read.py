@@ -125,10 +125,11 @@ def _spread(requests: Sequence[TracedRequest]) -> list[TracedRequest]:
     """
     groups = [list(group) for _, group in groupby(requests, key=lambda request: request.time)]
     times = [group[0].time for group in groups]
-    gaps = [later - time for time, later in pairwise(times)] or [0.0]
+    gaps = [later - time for time, later in pairwise(times)]
+    gaps.append(gaps[-1] if gaps else 0.0)
     return [
         replace(request, time=request.time + gap * number / len(group))
-        for group, gap in zip(groups, [*gaps, gaps[-1]][: len(groups)], strict=True)
+        for group, gap in zip(groups, gaps, strict=True)
         for number, request in enumerate(group)
     ]
 
