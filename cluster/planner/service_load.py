@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import psutil
@@ -49,6 +49,14 @@ class ServiceTimes:
     transfer: TransferProfile | None  # None: without a prefill worker
 
 
+class RouterLoad(NamedTuple):
+    """Holds the requests of a load, and the CPU time that the router used for it."""
+
+    sent: Sequence[RequestRecord]
+    seconds: float  # that the load took
+    cpu_seconds: float
+
+
 class ServiceLoad:
     """Sends the loads of a measurement to one service."""
 
@@ -78,24 +86,23 @@ class ServiceLoad:
         part = seconds / _PARTS
         async with open_target(ServerAddress(url=self._url), ignore_eos=True) as target:
             await self._send(target, 1, 2, part)  # not measured: the processes connect
-            used = [self._cpu_seconds()]
-            short = await self._send(target, max(_STREAMS), 1, part)
-            used.append(self._cpu_seconds())
-            streams = [await self._send(target, each, _OUTPUT_TOKENS, part) for each in _STREAMS]
-            used.append(self._cpu_seconds())
+            short = await self._send_measured(target, max(_STREAMS), 1, part)
+            streams = [
+                await self._send_measured(target, each, _OUTPUT_TOKENS, part) for each in _STREAMS
+            ]
             request_seconds, background = await self._prompts_alone(target, part)
             costs = self._costs.scaled(background)
             contention = 1.0
             if has_prefill:
                 contention = await self._prompts_beside(target, part, request_seconds, costs)
-        host, host_each = host_time(costs, streams)
+        host, host_each = host_time(costs, [each.sent for each in streams])
         return ServiceTimes(
             background=background,
             prefill_contention=contention,
             request_seconds=request_seconds,
             host_seconds=host,
             host_seconds_per_sequence=host_each,
-            router=router_profile(short, streams, used),
+            router=router_profile([short, *streams]),
             transfer=await self._transfers() if has_prefill else None,
         )
 
@@ -106,6 +113,14 @@ class ServiceLoad:
         options = LoadOptions(concurrency=streams, seconds=seconds)
         prompts = self._prompts(_PROMPT_TOKENS, max_tokens)
         return _completed(await send_load(target, prompts, options))
+
+    async def _send_measured(
+        self, target: StreamCompletion, streams: int, max_tokens: int, seconds: float
+    ) -> RouterLoad:
+        """Sends as `_send`; measures the router meanwhile."""
+        started, used = time.monotonic(), self._cpu_seconds()
+        sent = await self._send(target, streams, max_tokens, seconds)
+        return RouterLoad(sent, time.monotonic() - started, self._cpu_seconds() - used)
 
     async def _prompts_alone(self, target: StreamCompletion, seconds: float) -> tuple[float, float]:
         """Sends prompts of some lengths, one after another, at least two of each."""
@@ -220,21 +235,21 @@ def host_time(costs: StepCosts, streams: Sequence[Sequence[RequestRecord]]) -> t
     return max(rest[0] - each, 0.0), each
 
 
-def router_profile(
-    short: Sequence[RequestRecord],
-    streams: Sequence[Sequence[RequestRecord]],
-    used: Sequence[float],
-) -> RouterProfile:
-    """Solves the CPU time of two loads for the time per request and per token.
+def router_profile(loads: Sequence[RouterLoad]) -> RouterProfile:
+    """Fits the CPU time of at least three loads to times per request and per token.
 
-    `used`: the router's CPU seconds before both loads, between them, and after them.
+    The fit has a third term, the share of a core that the router uses without requests. Without it,
+    a slow stream would seem to cost more for each token, since more of this share falls on it.
     """
-    loads = [list(short), [each for sent in streams for each in sent]]
-    counts = np.array(
-        [[len(sent), sum(each.output_tokens for each in sent)] for sent in loads], dtype=float
-    )
-    seconds = np.diff(np.array(used))
-    request, token = np.maximum(np.linalg.solve(counts, seconds), 0.0)
+    rows = np.array(
+        [
+            [len(each.sent), sum(record.output_tokens for record in each.sent), each.seconds]
+            for each in loads
+        ],
+        dtype=float,
+    )  # [loads, 3]
+    used = np.array([each.cpu_seconds for each in loads])  # [loads]
+    request, token, _ = nonnegative_least_squares(rows, used)
     return RouterProfile(seconds_per_request=float(request), seconds_per_token=float(token))
 
 
