@@ -222,8 +222,9 @@ def describe_fit(worker: WorkerProfile) -> str:
         f"{1e9 * costs.each_context_token:.3g} ns a context token + "
         f"{1e6 * costs.each_prompt_token:.3g} us a prompt token + "
         f"{1e9 * costs.each_prompt_context:.3g} ns a prompt token x context + "
-        f"{1e6 * costs.each_further_token:.3g} us a token beyond 32; leave-one-out error "
-        f"{fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst, of {len(fit.errors)} steps"
+        f"{1e6 * costs.each_further_token:.3g} us a token beyond {costs.few_tokens}; "
+        f"leave-one-out error {fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst, "
+        f"of {len(fit.errors)} steps"
     )
 
 

@@ -17,8 +17,11 @@ from ...workers.engine.plan import StepPlan
 _READ_TOKENS: Final = 32
 """Prompt tokens that share one read of the keys before them, as in the attention kernels."""
 
-_FEW_TOKENS: Final = 32
-"""Tokens of a step whose products may hide behind the reading of the weights."""
+_FEW_TOKENS: Final = (4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+"""Numbers of tokens up to which the products of a step may take less time than reading the weights.
+
+The number that fits best depends on the processor's rate of products and its memory bandwidth.
+"""
 
 _MARGIN: Final = 1.05
 """How far work may exceed the measured work: tokens of a measured grid seldom end at its bound."""
@@ -63,10 +66,9 @@ class StepWork:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _AMOUNTS}
         return replace(self, **sums)
 
-    @property
-    def further_tokens(self) -> int:
-        """Returns the tokens beyond the first ones, whose products hide behind the weights."""
-        return max(self.sequences + self.prompt_tokens - _FEW_TOKENS, 0)
+    def further_tokens(self, few_tokens: int) -> int:
+        """Returns the tokens beyond the first `few_tokens`."""
+        return max(self.sequences + self.prompt_tokens - few_tokens, 0)
 
 
 def prompt_steps(num_tokens: int, chunk_tokens: int) -> list[StepWork]:
@@ -91,7 +93,8 @@ class StepCosts:
     each_context_token: float
     each_prompt_token: float
     each_prompt_context: float
-    each_further_token: float = 0.0  # in addition; see `StepWork.further_tokens`
+    each_further_token: float = 0.0  # in addition, beyond `few_tokens`
+    few_tokens: int = 0  # whose products take less time than reading the weights
     # The greatest measured amounts. None: the costs are arithmetic, and hold for any work.
     measured: StepWork | None = None
 
@@ -103,7 +106,7 @@ class StepCosts:
             + self.each_context_token * work.context_tokens
             + self.each_prompt_token * work.prompt_tokens
             + self.each_prompt_context * work.prompt_context
-            + self.each_further_token * work.further_tokens
+            + self.each_further_token * work.further_tokens(self.few_tokens)
         )
 
     def outside(self, work: StepWork) -> list[str]:
@@ -125,7 +128,9 @@ class StepCosts:
 
 
 _AMOUNTS: Final = tuple(each.name for each in fields(StepWork))
-_TERMS: Final = tuple(each.name for each in fields(StepCosts) if each.name != "measured")
+_TERMS: Final = tuple(
+    each.name for each in fields(StepCosts) if each.name not in ("few_tokens", "measured")
+)
 LEAST_SAMPLES: Final = len(_TERMS) + 1
 """Measured steps of a fit, at least: without one of them, there is still one for each term."""
 
@@ -188,15 +193,13 @@ class ServiceCosts:
 def fit_steps(samples: Sequence[StepSample]) -> StepFit:
     """Fits costs to measured steps, so that the relative errors are small.
 
-    Raises ValueError for fewer samples than terms.
+    `few_tokens` is the number that fits all samples best; the leave-one-out fits keep it. Raises
+    ValueError for fewer samples than terms.
     """
     if len(samples) < LEAST_SAMPLES:
         raise ValueError(f"needs at least {LEAST_SAMPLES} measured steps, got {len(samples)}")
-    rows = np.array(  # [samples, terms]
-        [[1.0, *astuple(each.work), each.work.further_tokens] for each in samples]
-    )
-    seconds = np.array([each.seconds for each in samples])
-    rows /= seconds[:, None]
+    few_tokens = min(_FEW_TOKENS, key=lambda few: _misfit(_relative_rows(samples, few)))
+    rows = _relative_rows(samples, few_tokens)
     errors = []
     for index in range(len(samples)):
         others = np.delete(rows, index, axis=0)
@@ -204,9 +207,26 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
     found = nonnegative_least_squares(rows, _ones(rows))
     measured = {name: max(getattr(sample.work, name) for sample in samples) for name in _AMOUNTS}
     costs = StepCosts(
-        **dict(zip(_TERMS, map(float, found), strict=True)), measured=StepWork(**measured)
+        **dict(zip(_TERMS, map(float, found), strict=True)),
+        few_tokens=few_tokens,
+        measured=StepWork(**measured),
     )
     return StepFit(costs, tuple(errors))
+
+
+def _relative_rows(samples: Sequence[StepSample], few_tokens: int) -> NDArray[np.float64]:
+    """Returns the amounts of each sample by its seconds, [samples, terms]."""
+    rows: NDArray[np.float64] = np.array(
+        [[1.0, *astuple(each.work), each.work.further_tokens(few_tokens)] for each in samples]
+    )
+    rows /= np.array([[each.seconds] for each in samples])
+    return rows
+
+
+def _misfit(rows: NDArray[np.float64]) -> float:
+    """Returns the sum of the squared relative errors of the best fit."""
+    ones = _ones(rows)
+    return float(((rows @ nonnegative_least_squares(rows, ones) - ones) ** 2).sum())
 
 
 def nonnegative_least_squares(

@@ -41,14 +41,16 @@ PLAIN = StepCosts(
 )
 COEFFICIENTS = st.one_of(st.just(0.0), st.floats(0.1, 10))
 COSTS = st.builds(
-    lambda *terms: StepCosts(
+    lambda few_tokens, *terms: StepCosts(
         fixed=4e-3 * terms[0] + 1e-3,
         each_sequence=1e-4 * terms[1],
         each_context_token=1e-6 * terms[2],
         each_prompt_token=1e-4 * terms[3],
         each_prompt_context=1e-8 * terms[4],
         each_further_token=1e-5 * terms[5],
+        few_tokens=few_tokens,
     ),
+    st.sampled_from((12, 32, 128)),
     *[COEFFICIENTS] * 6,
 )
 
@@ -62,7 +64,9 @@ def samples_of(costs: StepCosts, noise: float = 0.0) -> list[StepSample]:
 @given(COSTS)
 def test_known_costs_are_recovered(costs: StepCosts) -> None:
     fit = fit_steps(samples_of(costs))
-    assert astuple(fit.costs)[:-1] == pytest.approx(astuple(costs)[:-1], rel=1e-6, abs=1e-12)
+    assert astuple(fit.costs)[:-2] == pytest.approx(astuple(costs)[:-2], rel=1e-6, abs=1e-12)
+    if costs.each_further_token:
+        assert fit.costs.few_tokens == costs.few_tokens
     assert fit.worst_error < 1e-6
     assert len(fit.errors) == len(GRID)
 
@@ -71,7 +75,7 @@ def test_known_costs_are_recovered(costs: StepCosts) -> None:
 @given(COSTS)
 def test_noise_gives_an_error_of_its_own_size_and_no_negative_cost(costs: StepCosts) -> None:
     fit = fit_steps(samples_of(costs, noise=0.05))
-    assert min(astuple(fit.costs)[:-1]) >= 0
+    assert min(astuple(fit.costs)[:-2]) >= 0
     assert 0.02 < fit.mean_error < 0.09
     for work in GRID:
         assert fit.costs.seconds(work) == pytest.approx(costs.seconds(work), rel=0.15)
@@ -152,7 +156,7 @@ def test_a_prompt_reads_its_context_once_for_every_32_tokens() -> None:
 
 
 def test_the_first_tokens_cost_nothing_in_addition() -> None:
-    costs = replace(PLAIN, each_further_token=1.0)
+    costs = replace(PLAIN, each_further_token=1.0, few_tokens=32)
     few = StepWork(sequences=1) + StepWork.of_prompt(0, 31)
     assert costs.seconds(few) == PLAIN.seconds(few)
     more = StepWork(sequences=2) + StepWork.of_prompt(0, 33)
