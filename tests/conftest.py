@@ -3,8 +3,8 @@
 `make quick` (`pytest --quick`) runs the tests that need no network, no process and no model. Those
 that do are named by SHARING_PATHS and IN_TURN_PATHS, or marked `io` one by one. Any other test that
 opens a connection or starts a process fails, and so does `--quick` when anything imports torch, so
-a new test belongs to the quick tier unless it must not. Tests of properties that leave the number
-of examples to Hypothesis's profile try fewer under `--quick`.
+a new test belongs to the quick tier unless it must not. `--quick` leaves out the tests marked
+`slow`, and tests of properties that leave the number of examples to Hypothesis's profile try fewer.
 
 `make test` (tests/suite.py) runs all but the tests of IN_TURN_PATHS in three processes side by side
 (`pytest --sharing -n 3`; a quarter of their time they wait), and at the same time the tests of
@@ -260,10 +260,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.get_closest_marker("io")]
-        )
-        items[:] = [item for item in items if not item.get_closest_marker("io")]
+        left_out = [item for item in items if any(map(item.get_closest_marker, ("io", "slow")))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
         if "torch" in sys.modules:
             raise pytest.UsageError("a file of the quick tier imports torch; see tests/conftest.py")
 

@@ -56,6 +56,7 @@ def last_request(at: float) -> list[TracedRequest]:
     return traffic(1.0, 5.0, start=at, outputs=(2, 3))[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1.0, 2.0])
 def test_random_arrivals_at_a_constant_rate_do_not_make_pools_oscillate(rate: float) -> None:
     requests = traffic(rate, 240.0)
@@ -67,6 +68,7 @@ def test_random_arrivals_at_a_constant_rate_do_not_make_pools_oscillate(rate: fl
         assert len(settled) <= 3, settled
 
 
+@pytest.mark.slow
 def test_requests_that_wait_in_a_burst_count() -> None:
     requests = [*traffic(0.5, 60.0, outputs=SHORT), *traffic(8.0, 40.0, outputs=SHORT, start=60.0)]
     result = simulate(scaled(router=PATIENT), requests, COSTS)
@@ -110,6 +112,7 @@ def test_an_operator_who_starts_more_workers_than_needed_causes_one_change_back(
     assert sizes(result, "decode", 170.0, 200.0) == [1]
 
 
+@pytest.mark.slow
 def test_an_operator_who_stops_needed_workers_gets_them_back_after_the_delay() -> None:
     requests = traffic(3.7, 70.0, inputs=(800, 1600), outputs=SHORT)
     edit = Resize(time=40.0, role="prefill", workers=1)

@@ -132,6 +132,7 @@ def test_without_a_worker_that_comes_back_requests_fail_with_their_cause() -> No
     assert failure.kind == "UNAVAILABLE"
 
 
+@pytest.mark.slow
 def test_a_coarse_worker_measures_as_an_exact_one() -> None:
     requests = traffic(16.0, 15.0)
     exact = simulate(service(prefill=8, decode=8, routers=2), requests, COSTS)

@@ -221,6 +221,7 @@ def test_engines_keep_every_promise_in_any_order() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     """Hypothesis walks are short and shrink well; these are long, crowded and meet what is rare."""

@@ -473,6 +473,7 @@ def test_in_any_order_every_choice_gets_its_tokens(
     finish(service, [request for batch in batches for request in batch])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     dense = walk(range(num_examples(8)), overlap, has_state=False)
