@@ -7,7 +7,7 @@ therefore takes longer in a service than in an engine alone.
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Final, NamedTuple
@@ -33,7 +33,7 @@ _TRANSFER_TOKENS: Final = (64, 256, 1024)
 _TRANSFERS: Final = 3  # of each length
 _LEAST_PROMPTS: Final = 6  # prompts that tell the latency of a request
 _STREAMS_BESIDE: Final = 4  # streams beside which prompts are measured
-_PARTS: Final = 4 + len(_STREAMS)  # loads that share the time
+_PARTS: Final = 5 + len(_STREAMS)  # loads, and a pause, that share the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class ServiceTimes:
 
 
 class RouterLoad(NamedTuple):
-    """Holds the requests of a load, and the CPU time that the router used for it."""
+    """Holds the requests of a load, none in a pause, and the CPU time of the router meanwhile."""
 
     sent: Sequence[RequestRecord]
     seconds: float  # that the load took
@@ -86,9 +86,11 @@ class ServiceLoad:
         part = seconds / _PARTS
         async with open_target(ServerAddress(url=self._url), ignore_eos=True) as target:
             await self._send(target, 1, 2, part)  # not measured: the processes connect
-            short = await self._send_measured(target, max(_STREAMS), 1, part)
+            idle = await self._with_router(asyncio.sleep(part, []))
+            short = await self._with_router(self._send(target, max(_STREAMS), 1, part))
             streams = [
-                await self._send_measured(target, each, _OUTPUT_TOKENS, part) for each in _STREAMS
+                await self._with_router(self._send(target, each, _OUTPUT_TOKENS, part))
+                for each in _STREAMS
             ]
             request_seconds, background = await self._prompts_alone(target, part)
             costs = self._costs.scaled(background)
@@ -102,7 +104,7 @@ class ServiceLoad:
             request_seconds=request_seconds,
             host_seconds=host,
             host_seconds_per_sequence=host_each,
-            router=router_profile([short, *streams]),
+            router=router_profile([idle, short, *streams]),
             transfer=await self._transfers() if has_prefill else None,
         )
 
@@ -114,12 +116,10 @@ class ServiceLoad:
         prompts = self._prompts(_PROMPT_TOKENS, max_tokens)
         return _completed(await send_load(target, prompts, options))
 
-    async def _send_measured(
-        self, target: StreamCompletion, streams: int, max_tokens: int, seconds: float
-    ) -> RouterLoad:
-        """Sends as `_send`; measures the router meanwhile."""
+    async def _with_router(self, load: Awaitable[list[RequestRecord]]) -> RouterLoad:
+        """Waits for a load, and measures the router meanwhile."""
         started, used = time.monotonic(), self._cpu_seconds()
-        sent = await self._send(target, streams, max_tokens, seconds)
+        sent = await load
         return RouterLoad(sent, time.monotonic() - started, self._cpu_seconds() - used)
 
     async def _prompts_alone(self, target: StreamCompletion, seconds: float) -> tuple[float, float]:
@@ -236,10 +236,10 @@ def host_time(costs: StepCosts, streams: Sequence[Sequence[RequestRecord]]) -> t
 
 
 def router_profile(loads: Sequence[RouterLoad]) -> RouterProfile:
-    """Fits the CPU time of at least three loads to times per request and per token.
+    """Fits the CPU time of a pause and of some loads to times per request and per token.
 
-    The fit has a third term, the share of a core that the router uses without requests. Without it,
-    a slow stream would seem to cost more for each token, since more of this share falls on it.
+    The fit has a third term, the share of a core that the router uses without requests, which the
+    pause tells. Without this term, a token of a slow stream would seem to cost more.
     """
     rows = np.array(
         [

@@ -29,6 +29,7 @@ def test_time_that_an_idle_router_uses_counts_for_no_token(
 ) -> None:
     """However slow the streams are, a token costs the same."""
     loads = [
+        _load(0, 0, 10.0, idle_share),
         _load(200, 1, 10.0, idle_share),
         *(
             _load(streams * max(round(10 / (32 * step_seconds)), 1), 32, 10.0, idle_share)
