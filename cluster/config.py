@@ -20,6 +20,7 @@ from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_S
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
 from ..router.auth.config import SECTION, AbsolutePath, AuthConfig
 from ..router.auth.tls import TlsConfig
+from ..router.fields import error_text, matching, shorten
 from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
@@ -62,9 +63,17 @@ Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(in_bra
 Transports = Annotated[
     tuple[Annotated[str, AfterValidator(_check_transport)], ...], Field(max_length=8), Strict(False)
 ]
-_Name = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-zA-Z0-9._-]+)$")]
-_Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/ ]+)$")]
-HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
+_HostName = Annotated[
+    str, matching(r"\*|[a-zA-Z0-9._-]{1,256}", "a host name without a port, or * for all")
+]
+_Origin = Annotated[
+    str,
+    Field(max_length=256),
+    matching(
+        r"\*|[a-z][a-z0-9+.-]*://[^/ ]+", "an origin such as https://example.com, or * for all"
+    ),
+]
+HostNames = Annotated[tuple[_HostName, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
 _REVISION: Final = r"^([\w.-]+/[\w.-]+)@.*"  # of a hub id
 PoolRole = Literal["prefill", "decode"]
@@ -74,10 +83,14 @@ KvCacheDtype = Literal["auto", "int8", "fp8", "int4"]
 Numerics = Literal["exact", "fast"]
 ModelImpl = Literal["auto", "tandem", "transformers"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
+_LABEL: Final = r"[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?"
+_LABEL_WORDS: Final = "letters, digits, '-', '_' and '.', with a letter or digit at both ends"
 _LabelKey = Annotated[
-    str, Field(max_length=317, pattern=r"^([a-z0-9.-]+/)?[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")
+    str,
+    Field(max_length=317),
+    matching(rf"([a-z0-9.-]+/)?{_LABEL}", f"{_LABEL_WORDS}, after a domain and '/' if any"),
 ]
-_LabelValue = Annotated[str, Field(max_length=63, pattern=r"^[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
+_LabelValue = Annotated[str, Field(max_length=63), matching(_LABEL, _LABEL_WORDS)]
 Labels = Annotated[dict[_LabelKey, _LabelValue], Field(max_length=32)]
 
 
@@ -94,7 +107,9 @@ class PeerTlsConfig(BaseModel):
     certificate: str | None = Field(default=None, min_length=1, max_length=4096)
     key: str | None = Field(default=None, min_length=1, max_length=4096)
     # The host name in the certificate.
-    name: str = Field(default="tandem-peer", pattern=r"^[a-z0-9.-]{1,253}$")
+    name: Annotated[
+        str, matching(r"[a-z0-9.-]{1,253}", "a host name of lowercase letters, digits, '-' and '.'")
+    ] = "tandem-peer"
 
     @model_validator(mode="after")
     def _has_its_files(self) -> Self:
@@ -112,7 +127,14 @@ class TracingConfig(BaseModel):
     model_config = SECTION
 
     # The whole URL, with /v1/traces.
-    endpoint: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^/ ]+")] | None = None
+    endpoint: (
+        Annotated[
+            str,
+            Field(max_length=2048),
+            matching(r"https?://[^/ ]+.*", "a URL that begins with http:// or https://"),
+        ]
+        | None
+    ) = None
     # Of requests whose caller has not decided.
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
 
@@ -249,7 +271,13 @@ class TandemConfig(BaseModel):
     # A built-in model's name, a local folder, a GGUF file or a hub id.
     model: str = Field(min_length=1, max_length=4096)
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
-    name: str = Field(default="tandem", pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    name: Annotated[
+        str,
+        matching(
+            r"[a-z][a-z0-9-]{0,62}",
+            "1 to 63 lowercase letters, digits and hyphens, with a letter first",
+        ),
+    ] = "tandem"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     # Of weights that are not quantized in the checkpoint, when they are loaded.
     quantization: Quantization | None = None
@@ -481,28 +509,22 @@ def _line(entry: Mapping[str, Any]) -> str:
     path = tuple(entry["loc"])
     match entry["type"]:
         case "value_error":
-            text = str(entry["ctx"]["error"])
+            text = error_text(entry)
             if not path or text.startswith(str(path[0])):  # it names its key
                 return text
         case "missing":
-            text = "missing"
+            text = error_text(entry)
             if path == ("model",):
                 text += "; give a built-in name (`tandem model list`), a folder or a hub id"
         case "extra_forbidden":
-            text = _same_in_pools(path) or f"unknown key{_suggestion(path)}"
+            text = _same_in_pools(path) or f"{error_text(entry)}{_suggestion(path)}"
         case "dict_type" | "model_type":
-            text = f"must hold keys and values, got {_shorten(entry['input'])}"
+            text = f"must hold keys and values, got {shorten(entry['input'])}"
         case "tuple_type":
-            text = f"must be a list, got {_shorten(entry['input'])}"
-        case _:  # pydantic's "Input should be ..." or "String should have ...", with the bound
-            bound = re.sub(r"^[A-Z][a-z]+ should", "must", entry["msg"])
-            text = f"{bound}, got {_shorten(entry['input'])}"
+            text = f"must be a list, got {shorten(entry['input'])}"
+        case _:
+            text = f"{error_text(entry)}, got {shorten(entry['input'])}"
     return f"{'.'.join(map(str, path))}: {text}"
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _same_in_pools(path: tuple[int | str, ...]) -> str:

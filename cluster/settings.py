@@ -137,7 +137,7 @@ SETTINGS: Final = (
         name="kv_cache_dtype",
         keys=("kv_cache_dtype",),
         vllm=("kv_cache_dtype",),
-        help="The numbers of the KV cache: auto (--dtype), int8, fp8, or int4 (CPUs).",
+        help="The number format of the KV cache: auto (--dtype), int8, fp8, or int4 (CPUs).",
     ),
     Setting(
         name="kv_cache_gb",
@@ -162,13 +162,14 @@ SETTINGS: Final = (
         name="kv_host_gb",
         keys=_pools("kv_host_gb"),
         kind=float,
-        help="GiB of each rank's host memory for blocks that leave the KV cache.",
+        help="GiB of each rank's host memory for evicted blocks of the KV cache.",
     ),
     Setting(
         name="state_slots",
         keys=_pools("state_slots"),
         kind=int,
-        help="States in the KV cache, of a model that keeps states; by default at most half of it.",
+        help="The number of recurrent states (as of Mamba) in each rank's KV cache; by default as "
+        "many as half of it holds.",
     ),
     Setting(
         name="kv_disk",
@@ -227,7 +228,7 @@ SETTINGS: Final = (
     Setting(
         name="numerics",
         keys=("numerics",),
-        help="exact (a token does not depend on its batch) or fast.",
+        help="fast; or, on GPUs, exact: slower kernels whose logits do not depend on the batch.",
     ),
     Setting(
         name="model_impl",

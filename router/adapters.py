@@ -14,14 +14,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..proto.errors import InvalidArgument, NotFound, Overloaded, PermissionDenied
 from .auth.authenticator import Caller
+from .fields import matching
 from .request import LoraAdapter
 
 MAX_ADAPTERS: Final = 1_024
 """The maximum of served adapters, and of remembered names that were unloaded."""
 
-_NAME: Final = r"^[a-zA-Z0-9_][a-zA-Z0-9_.:/@+-]{0,127}$"
+_NAME: Final = r"[a-zA-Z0-9_][a-zA-Z0-9_.:/@+-]{0,127}"
+_NAME_WORDS: Final = (
+    "1 to 128 letters, digits and characters of _ . : / @ + -, with a letter, digit or _ first"
+)
 
-AdapterName = Annotated[str, Field(pattern=_NAME)]
+AdapterName = Annotated[str, matching(_NAME, _NAME_WORDS)]
 
 Shared = Mapping[str, tuple[int, LoraAdapter | None]]
 """By name: the number of its last change, and the adapter; None if it was unloaded."""
@@ -146,9 +150,7 @@ class AdapterAdmin:
         """
         root = self._root(caller)
         if not re.fullmatch(_NAME, name):
-            raise InvalidArgument(
-                "must be 1 to 128 letters, digits and any of _.:/@+-", "lora_name"
-            )
+            raise InvalidArgument(f"must be {_NAME_WORDS}", "lora_name")
         async with self._changing:
             if name in taken or self.registry.get(name):
                 raise InvalidArgument(f"{name!r} is served already; unload it first", "lora_name")

@@ -7,6 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ..proto.errors import InvalidArgument
+from .fields import error_text
 
 _Line = TypeVar("_Line", bound=BaseModel)
 
@@ -27,7 +28,9 @@ def number_lines(
         try:
             parsed = line_type.model_validate_json(line)
         except ValidationError as error:
-            found = [": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors()]
+            found = [
+                ": ".join([*map(str, each["loc"]), error_text(each)]) for each in error.errors()
+            ]
             raise InvalidArgument("; ".join(found), f"{path}:{number}") from None
         yield number, parsed
     if not has_lines:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 from ..proto import inference_pb2
 from ..proto.errors import InvalidArgument
 from .auth.config import SECTION
+from .fields import matching
 
 DEFAULT_CLASS: Final = "default"
 """The class of requests that name none."""
@@ -20,7 +21,13 @@ OUTCOMES: Final[tuple[SloOutcome, ...]] = get_args(SloOutcome)
 _DEFAULT_TIERS: Final = ("", "auto", DEFAULT_CLASS)
 _Milliseconds = Annotated[float, Field(gt=0, le=86_400_000)]
 
-ClassName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+ClassName = Annotated[
+    str,
+    matching(
+        r"[a-z][a-z0-9_-]{0,31}",
+        "1 to 32 lowercase letters, digits, '_' and '-', with a letter first",
+    ),
+]
 
 
 class SloClass(BaseModel):

@@ -137,7 +137,7 @@ def bench(
     prefix_len: Annotated[
         int,
         typer.Option(
-            help="With --workload shared-prefix: tokens before them that all prompts share."
+            help="With --workload shared-prefix: tokens of the common prefix, besides --input-len."
         ),
     ] = 0,
     vocab_size: Annotated[
@@ -159,7 +159,8 @@ def bench(
     seed: Annotated[
         int,
         typer.Option(
-            help="The seed of prompts and arrivals. A prefix cache may know prompts of a used seed."
+            help="The seed of prompts and arrivals. After a run with the same seed, the prefix "
+            "cache of the server may still have the prompts."
         ),
     ] = 0,
     slo: Annotated[

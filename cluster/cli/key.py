@@ -117,8 +117,8 @@ def usage_command(
 ) -> None:
     """Print what the requests of each key used: requests, failures, tokens.
 
-    The key of an operator sees all keys, and another one itself. Routers report requests within ten
-    seconds after their end.
+    An operator's key shows all keys, any other key only its own usage. Routers report requests
+    within ten seconds after their end.
     """
     found = service.read(f"/usage?{urlencode({'since': since})}" if since else "/usage")
     rows = found["data"]

@@ -213,7 +213,10 @@ def _with_parameters(
 def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect.Parameter:
     name = row.client_name
     note = " @FILE reads it from a file." if name in _READ_FROM_FILES else _NOTES.get(row.kind, "")
-    option = typer.Option(row.option, help=row.help + note)
+    text = row.help
+    if name in defaults:  # the command never leaves the parameter out
+        text = text.partition(" Unset:")[0]
+    option = typer.Option(row.option, help=text + note)
     default = defaults.get(name, False if row.kind == "bool" else None)
     kind: Any = _TYPES[row.kind]
     return _keyword(name, Annotated[kind, option], default)

@@ -117,8 +117,8 @@ def memory_command(
     this command counts it once. With --device cuda, quantized weights count in --dtype, to which a
     GPU converts them when it loads them, except weights that it multiplies in FP8 or in 4 bits.
     With --numerics exact these are converted too, except experts in FP8. Activations and CUDA
-    graphs are not counted: a service on GPUs measures them when it starts, and has so much less for
-    its KV cache.
+    graphs are not counted: a service on GPUs measures them when it starts, and its KV cache is
+    smaller by as much.
     """
     check_choice("--dtype", dtype, ITEM_BYTES)
     if quantization is not None:

@@ -61,7 +61,7 @@ def serve(
         str | None, typer.Option(help="A Ray cluster to join; otherwise RAY_ADDRESS.")
     ] = None,
 ) -> None:
-    """Serve MODEL until Ctrl-C or SIGTERM, which stop everything within 10 s; exit code 0.
+    """Serve MODEL until Ctrl-C or SIGTERM; then streams get grace_seconds to end. Exit code 0.
 
     On a cluster, a service of the same name, model and dtypes is replaced without an interruption.
     When the service can answer, one line is printed on stdout: tandem ready grpc=HOST:PORT

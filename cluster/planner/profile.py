@@ -11,6 +11,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...proto.errors import InvalidArgument
+from ...router.fields import error_text
 from ...workers.engine.config import Budgets
 from ..sim.cost import (
     LEAST_SAMPLES,
@@ -208,7 +209,7 @@ def read_profile(path: Path) -> Profile:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InvalidArgument(f"{path}: {where}: {first['msg']}", "--profile") from None
+        raise InvalidArgument(f"{path}: {where}: {error_text(first)}", "--profile") from None
 
 
 def describe_fit(worker: WorkerProfile) -> str:

@@ -1,11 +1,14 @@
 """Defines the configuration of pools whose workers, or whose workers' roles, follow the load."""
 
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, tzinfo
 from typing import Annotated, Final, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, field_validator
+
+from ...router.fields import shorten
 
 SERVE_CONFIG_ONLY: Final = (
     "needs a configuration of Ray Serve, as with KubeRay or `serve deploy`; `tandem serve` starts "
@@ -14,11 +17,22 @@ SERVE_CONFIG_ONLY: Final = (
 
 
 _SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+_TIME: Final = re.compile(r"([01][0-9]|2[0-3]):[0-5][0-9]")
 _DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-# In quotes in YAML, which reads 10:00 as a number.
-TimeOfDay = Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
+
+
+def _check_time(value: object) -> object:
+    if not isinstance(value, str) or _TIME.fullmatch(value) is None:
+        # YAML reads 20:00 without quotes as 1200.
+        raise ValueError(
+            f'must be a time of day from "00:00" to "23:59", in quotes, got {shorten(value)}'
+        )
+    return value
+
+
+TimeOfDay = Annotated[str, BeforeValidator(_check_time)]
 
 
 class ScheduledBounds(BaseModel):

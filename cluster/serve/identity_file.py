@@ -41,8 +41,8 @@ def kept_status_url(service: str) -> str:
     found = [url for url in urls if service_of(url.rpartition("/")[2]) == service]
     if len(found) != 1:
         raise NotFound(
-            f"identity: this user has {len(found)} for services called {service}; give the status "
-            "page of the service by --url, or --identity"
+            f"identity: {cache_home() / 'services'} has {len(found)} identities of services named "
+            f"{service}; give the status page of the service (--url) or the file (--identity)"
         )
     return found[0]
 
@@ -94,9 +94,10 @@ def read_identity(status_url: str, path: Path | None = None) -> PeerIdentity:
     try:
         return PeerIdentity.from_text((path or identity_path(status_url)).read_text())
     except (OSError, ValueError):
-        where = f"in {path}" if path else f"of this user for a service at {status_url}"
+        where = f"in {path}" if path else f"of the service at {status_url}"
         raise NotFound(
-            f"identity: no identity {where}; it is on the machine where `tandem serve` runs"
+            f"identity: no identity {where}; run the command on the machine and as the user of "
+            "`tandem serve`, or give the file (--identity)"
         ) from None
 
 

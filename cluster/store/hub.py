@@ -100,7 +100,8 @@ def _refusals(repo_id: str, revision: str | None) -> Iterator[None]:
         ) from error
     except GatedRepoError as error:
         raise PermissionDenied(
-            f"model: {repo_id} is gated on the Hugging Face hub; accept its terms, log in"
+            f"model: {repo_id} is gated on the Hugging Face hub; accept its terms on "
+            "huggingface.co, and set HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
         raise InvalidArgument(f"{repo_id} has no revision {revision!r}", "model") from error

@@ -5,8 +5,16 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 
+from ..fields import matching
+
 AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)]
-KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+KeyHash = Annotated[
+    str,
+    # Not shown in errors, because it may be a key by mistake.
+    matching(
+        r"[0-9a-f]{64}", "the SHA-256 of a key: 64 digits of 0 to 9 and a to f", is_secret=True
+    ),
+]
 SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 

@@ -19,6 +19,8 @@ from typing import Annotated, Final, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...proto.errors import InvalidArgument, NotFound
+from ..fields import error_text, matching
+from .config import KeyHash
 
 KEY_PREFIX: Final = "tandem-"
 """Lets people and secret scanners recognise a key."""
@@ -26,7 +28,13 @@ KEY_PREFIX: Final = "tandem-"
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 
 _KEY_BYTES: Final = 32
-_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+_Name = Annotated[
+    str,
+    matching(
+        r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}",
+        "1 to 64 letters, digits, '.', '_', '@' and '-', with a letter or digit first",
+    ),
+]
 _STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 PerMinute = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -37,10 +45,10 @@ class ApiKey(BaseModel):
 
     model_config = _STRICT
 
-    name: Annotated[str, Field(pattern=_NAME)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    name: _Name
+    sha256: KeyHash
     # The keys of one tenant share its turns in the queue and its prefix cache.
-    tenant: Annotated[str, Field(pattern=_NAME)]
+    tenant: _Name
     max_priority: Annotated[int, Field(ge=-100, le=100)] = 0
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None  # of prompts and completions
@@ -104,7 +112,7 @@ def load_keys(path: str | Path) -> list[ApiKey]:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise InvalidArgument(
-            f"{path}: {where + ': ' if where else ''}{first['msg']}", "keys_file"
+            f"{path}: {where + ': ' if where else ''}{error_text(first)}", "keys_file"
         ) from None
 
 
@@ -119,7 +127,7 @@ def create_key(path: Path, **fields: object) -> str:
         added = ApiKey(sha256=hash_key(key).hex(), **fields)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidArgument(first["msg"], ".".join(map(str, first["loc"]))) from None
+        raise InvalidArgument(error_text(first), ".".join(map(str, first["loc"]))) from None
     with _exclusive(path):
         keys = load_keys(path) if path.exists() else []
         if any(added.name == each.name for each in keys):

@@ -6,10 +6,14 @@ from pydantic import BaseModel, Field, Strict, model_validator
 
 from ...proto.limits import MAX_WATERMARK_CONTEXT, MAX_WATERMARK_DELTA, WATERMARK_GAMMA
 from ..auth.config import SECTION, AbsolutePath
+from ..fields import matching
 
 EVERYONE: Final = "*"
 
-_Tenant = Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9][A-Za-z0-9._@-]{0,63})$")]
+_Tenant = Annotated[
+    str,
+    matching(r"\*|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", "the name of a tenant, or * for all"),
+]
 
 
 class WatermarkConfig(BaseModel):

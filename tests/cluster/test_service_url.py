@@ -178,14 +178,14 @@ async def test_drain_by_the_api_finds_the_identity_that_the_user_keeps(
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
     service.workers.append({"id": "w", "address": "127.0.0.1:1"})
     command = ("drain", "all", "--url", service.http, "--timeout", "0")
-    with pytest.raises(NotFound, match="this user has 0 for services called tandem"):
+    with pytest.raises(NotFound, match="has 0 identities of services named tandem"):
         await run(*command)
     with kept_identity(IDENTITY, f"{service.page}.2"):  # of a later deployment
         with pytest.raises(Unavailable, match="not every worker is drained"):
             await run(*command)
         with (
             kept_identity(IDENTITY, "http://127.0.0.1:1/tandem"),
-            pytest.raises(NotFound, match="this user has 2 for"),
+            pytest.raises(NotFound, match="has 2 identities of"),
         ):
             await run(*command)
 

@@ -223,12 +223,12 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("hello", "Invalid JSON"),
-        ("[1]", "should be an object"),
+        ("[1]", "must be an object"),
         ('{"prompt": ""}', "prompt: .*at least 1 item"),
-        ('{"prompt": [1, -1]}', "prompt: .*1: Input should be greater than or equal to 0"),
-        ('{"prompt": [true]}', "prompt: .*0: Input should be a valid integer"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens: Input should be greater than 0"),
-        ('{"prompt": "a", "max_tokens": 2.5}', "max_tokens: Input should be a valid integer"),
+        ('{"prompt": [1, -1]}', "prompt: .*1: must be greater than or equal to 0"),
+        ('{"prompt": [true]}', "prompt: .*0: must be a valid integer"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens: must be greater than 0"),
+        ('{"prompt": "a", "max_tokens": 2.5}', "max_tokens: must be a valid integer"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:

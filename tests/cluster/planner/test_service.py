@@ -379,7 +379,7 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
         MeasuredSite(without).service(Split(1, 1))
     broken = tmp_path / "broken.json"
     broken.write_text(profile_file.read_text().replace("token_bytes", "bytes"))
-    with pytest.raises(InvalidArgument, match=r"broken\.json: token_bytes: Field required"):
+    with pytest.raises(InvalidArgument, match=r"broken\.json: token_bytes: missing"):
         read_profile(broken)
 
 

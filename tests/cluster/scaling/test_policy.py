@@ -287,7 +287,16 @@ def test_tandem_serve_refuses_what_only_a_serve_configuration_can_start() -> Non
                     "schedule": [{"start": "8:00", "end": "09:00"}],
                 }
             },
-            "decode.autoscaling.schedule.0.start: must match",
+            "decode.autoscaling.schedule.0.start: must be a time of day",
+        ),
+        (
+            {
+                "decode.autoscaling": {
+                    "max_replicas": 2,
+                    "schedule": [{"start": "18:00", "end": 1200}],
+                }
+            },
+            "decode.autoscaling.schedule.0.end: must be a time of day .* in quotes, got 1200",
         ),
         (
             {

@@ -110,7 +110,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GOOD + '{"timestamp": -1}', "trace:2: timestamp: Input should be greater than or equal"),
+        (GOOD + '{"timestamp": -1}', "trace:2: timestamp: must be greater than or equal"),
         (GOOD + "{", "trace:2: Invalid JSON"),
         (GOOD.replace("0", "NaN"), "trace:1: timestamp"),
         (GOOD.replace('"input_length": 1', '"input_length": 1.5'), "trace:1: input_length"),
