@@ -101,6 +101,8 @@ def parse_slo(text: str) -> dict[str, float]:
             raise InvalidArgument(
                 f"must name one of {', '.join(SLO_FIGURES)}, got {name!r}", "--slo"
             )
+        if name in limits:
+            raise InvalidArgument(f"{name} is given twice", "--slo")
         try:
             limits[name] = _parse_ms(number.strip())
         except ValueError:

@@ -18,6 +18,11 @@ _UNITS: Final = {
     "goodput": "good requests/s",
     "slo_attainment": "share of good requests",
 }
+_LATE: Final = {
+    "late_ms": "latest send after its planned time, ms",
+    "late_sends": f"sends more than {1000 * LATE_SECONDS:g} ms after their planned time",
+}
+"""Titles of the figures that tell whether the client has kept the planned times."""
 _TITLES: Final = {
     "ttft": "TTFT",
     "tpot": "TPOT",
@@ -102,9 +107,8 @@ def _rates(figures: Mapping[str, float], slo: Mapping[str, float]) -> Table:
         if name in figures:
             table.add_row(_UNITS[name] + limits.get(name, ""), _number(figures[name]))
     if figures["late_ms"]:
-        table.add_row("latest send after its planned time, ms", _number(figures["late_ms"]))
-        late = f"sends more than {1000 * LATE_SECONDS:g} ms after their planned time"
-        table.add_row(late, f"{figures['late_sends']:g}")
+        for name, title in _LATE.items():
+            table.add_row(title, _number(figures[name]))
     return table
 
 
@@ -121,6 +125,8 @@ def _latencies(figures: Mapping[str, float]) -> Table:
 def _comparison(own: Mapping[str, float], peers: Mapping[str, float]) -> Table:
     table = make_table("", numbers=["server", "peer", "ratio"], title="Medians of the rounds")
     names = {name: _UNITS[name] for name in RATES}
+    if own["late_ms"] or peers["late_ms"]:
+        names |= _LATE
     names |= {
         f"{each}_{name}_ms": f"{each} {_TITLES[name]} ms"
         for name in LATENCIES
@@ -136,4 +142,6 @@ def _comparison(own: Mapping[str, float], peers: Mapping[str, float]) -> Table:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
+    if isinstance(value, int):
+        return str(value)
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"

@@ -129,14 +129,13 @@ def autoscaled(start_seconds: float, tpot_ms: float | None = None) -> Change:
     return change
 
 
-def mean_workers(result: SimulationResult, start_seconds: float) -> dict[PoolRole, float]:
+def mean_workers(result: SimulationResult) -> dict[PoolRole, float]:
     """Returns the mean number of workers of each role over the whole simulation.
 
-    A worker counts from `start_seconds` before it is ready: it has its device while it starts.
+    A worker that starts counts as well: it has its device already.
     """
     found: dict[PoolRole, float] = {}
-    for each in result.workers:
-        begin = max(each.started - start_seconds, 0.0)
-        seconds = max(each.end_before(result.seconds) - begin, 0.0)
+    for each in (*result.workers, *result.starts):
+        seconds = each.end_before(result.seconds) - each.started
         found[each.role] = found.get(each.role, 0.0) + seconds / result.seconds
     return found

@@ -29,6 +29,7 @@ from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder
 from .process import Answer, MeasuredProcess, ProcessSpec, run_process
 from .profile import (
+    LEAST_CONTEXT,
     Profile,
     ProfiledBudgets,
     RouterProfile,
@@ -89,7 +90,7 @@ class _Measurement:
     ) -> None:
         self._config = config
         self._folder = folder
-        self._context_tokens = context_tokens
+        self._context_tokens = max(context_tokens, LEAST_CONTEXT)
         self._report = report
         self._identity = PeerIdentity.generate().to_text()
         self._router: RouterProfile | None = None
@@ -258,9 +259,14 @@ def _device_name(device: str) -> str:
 
 def _commit() -> str:
     """Returns the commit of this code, or its version if it is not in a repository."""
-    command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
-    with suppress(OSError):
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        if found.returncode == 0:
-            return found.stdout.strip()
+    file = Path(__file__)
+    git = ("git", "-C", str(file.parent))
+    with suppress(OSError, subprocess.CalledProcessError):
+        # A package may be installed in the folder of another repository, which does not track it.
+        _output_of(*git, "ls-files", "--error-unmatch", file.name)
+        return _output_of(*git, "rev-parse", "--short", "HEAD").strip()
     return version_of("tandem-llm")
+
+
+def _output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

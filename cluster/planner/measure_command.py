@@ -11,7 +11,7 @@ from ...workers.kv_cache.layout import ITEM_BYTES
 from ..cli.options import check_choice
 from ..config import KvCacheDtype, Quantization, load_config
 from ..text_files import check_writable, write_text
-from .profile import LEAST_SECONDS, describe_fit
+from .profile import LEAST_CONTEXT, LEAST_SECONDS, describe_fit
 
 DEFAULT_CONTEXT: Final = 4096
 _MAX_WORKERS: Final = 64
@@ -35,7 +35,10 @@ def measure_command(
         ),
     ] = None,
     context_tokens: Annotated[
-        int, typer.Option(help="Tokens of the longest sequence to measure.", min=64, max=1_048_576)
+        int,
+        typer.Option(
+            help="Tokens of the longest sequence to measure.", min=LEAST_CONTEXT, max=1_048_576
+        ),
     ] = DEFAULT_CONTEXT,
     tp: Annotated[int, typer.Option(help="Ranks of each worker.", min=1, max=64)] = 1,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
@@ -43,7 +46,7 @@ def measure_command(
         str | None, typer.Option(help="Of the weights: int8, int4 or fp8.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8, fp8 or int4.")
+        str, typer.Option(help="The format of the KV cache: auto (--dtype), int8, fp8 or int4.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
@@ -65,6 +68,12 @@ def measure_command(
     numbers = sorted(set(workers or ([1, 2] if device == "cpu" else [1])))
     if not all(1 <= each <= _MAX_WORKERS for each in numbers):
         raise InvalidArgument(f"must be from 1 to {_MAX_WORKERS}", "--workers")
+    if device == "cuda" and (numbers != [1] or tp != 1):
+        raise InvalidArgument(
+            "on cuda only one worker with one rank can be measured; use 1 for both, or "
+            "`tandem plan service --device`, which computes the costs",
+            "--workers" if numbers != [1] else "--tp",
+        )
     check_writable({"--out": out})
     config = load_config(
         overrides={

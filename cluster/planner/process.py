@@ -56,7 +56,6 @@ class MeasuredProcess:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self.pid = process.pid
 
     async def call(self, **command: Any) -> Answer:
         """Returns the answer to a command. Raises Unavailable if the process has ended."""

@@ -25,6 +25,14 @@ from ..sim.cost import (
 FORMAT: Final = 2
 LEAST_SECONDS: Final = 5.0
 """The shortest time of a measurement."""
+
+LEAST_CONTEXT: Final = 256
+"""The least tokens of the longest measured sequence.
+
+Half of it is a prompt that the prefill worker computes, not the decode worker
+(`router.local_prefill_tokens`): only such a prompt moves KV cache.
+"""
+
 _CONFIG: Final = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -159,11 +167,10 @@ class Profile(BaseModel):
         """Returns the costs of a service. Raises InvalidArgument for an unmeasured part."""
         worker = self.worker(num_prefill + num_decode)
         if num_prefill and self.transfer is None:
-            raise InvalidArgument(
-                "has no measured transfer of KV cache; run `tandem plan measure MODEL --workers 1 "
-                "--workers 2`",
-                "--profile",
-            )
+            remedy = "run `tandem plan measure MODEL --workers 1 --workers 2`"
+            if self.device != "cpu":
+                remedy = "give --device instead, which computes the costs"
+            raise InvalidArgument(f"has no measured transfer of KV cache; {remedy}", "--profile")
         steps = worker.costs()
         router = self.router or RouterProfile(seconds_per_request=0.0, seconds_per_token=0.0)
         costs = ServiceCosts(

@@ -31,6 +31,7 @@ nothing, by more than this share of the time of the arrivals plus these seconds.
 _MOST_KEPT: Final = 100_000
 """The maximum of simulated requests whose results are kept, so that they can be used again."""
 
+MAX_REQUESTS: Final = 1_000_000  # of a simulation
 _MOST_WORKERS: Final = 256  # of a pool, as in the configuration of a service
 
 
@@ -109,6 +110,7 @@ class Planner:
         self._report = report
         self._services: dict[Split, tuple[SimulatedService, ServiceCosts]] = {}
         self._results: dict[PlannedRun, RateResult] = {}  # the oldest first
+        self._num_kept = 0  # requests of `_results`
 
     def search(self, splits: Iterable[Split]) -> list[SplitPlan]:
         """Returns the plans of the splits, those with the fewest devices first.
@@ -160,8 +162,10 @@ class Planner:
             arguments = self._arguments(planned)
             result = self._simulations.run(planned, arguments)
             found = self._results[planned] = self._judge(planned.rate, arguments, result)
-            while len(self._results) * len(self.workload.requests) > _MOST_KEPT:
-                del self._results[next(iter(self._results))]
+            self._num_kept += len(result.requests)
+            while self._num_kept > _MOST_KEPT:
+                oldest = self._results.pop(next(iter(self._results)))
+                self._num_kept -= len(oldest.result.requests)
         return found
 
     def expect(self, runs: Sequence[PlannedRun]) -> None:
@@ -212,18 +216,22 @@ class Planner:
     def _with_knee(self, plan: SplitPlan, *, least: float) -> SplitPlan:
         """Returns a plan with its knee, or without one if it is not above `least`.
 
-        The knee is 0 if the objective is not met at `_PRECISION` of the highest possible rate: of
-        the bound, or of the given rate if that is too high.
+        The knee is 0 if the objective is not met at `_PRECISION` of the highest possible rate, or
+        of the rate of the longest request if that runs alone.
         """
         low, high = 0.0, plan.bound
         if plan.meets(self.objective):
             low = self.workload.rate
         elif plan.at_rate is not None:
             high = self.workload.rate
+        if self._least_seconds:
+            high = min(high, MAX_REQUESTS / self._least_seconds)
         if least and high <= least:
             return plan
-        lowest = _PRECISION * high
-        self._report(f"searching the knee of {plan.split}")
+        # The given rate, and so `high`, may be far above what one request at a time needs.
+        service, costs = self._service(plan.split)
+        lowest = _PRECISION * min(high, 1 / request_seconds(service, costs, self.workload))
+        self._report(f"searching the knee of {plan.split} below {high:.3g} requests/s")
         if least > low:
             if not self._is_met(plan.split, least):
                 return plan
@@ -298,15 +306,18 @@ def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: Planned
     """Returns requests/s that no service exceeds, by the work of its workers and its router.
 
     Counts the time of each prompt token that cannot be cached, without the fixed time of its steps,
-    and decodes in full batches.
+    and decodes in full batches. Workers of either pool may compute a short prompt
+    (`router.local_prefill_tokens`).
     """
-    prefill_seconds = decode_seconds = 0.0
+    prefill_seconds = short_seconds = decode_seconds = 0.0
     most = service.decode.budgets.max_sequences
+    decode = costs.decode
     for each in workload.requests:
         unique = _uncached_tokens(each.input_length, len(each.block_hashes))
-        prefill = costs.prefill if service.prefill else costs.decode
-        prefill_seconds += unique * prefill.each_prompt_token
-        decode = costs.decode
+        if service.prefill is None or unique <= service.router.local_prefill_tokens:
+            short_seconds += unique * decode.each_prompt_token
+        else:
+            prefill_seconds += unique * costs.prefill.each_prompt_token
         context = each.input_length + each.output_length / 2
         decode_seconds += (each.output_length - 1) * (
             decode.fixed / most + decode.each_sequence + decode.each_context_token * context
@@ -315,12 +326,13 @@ def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: Planned
     router = costs.router_seconds_per_request + costs.router_seconds_per_token * (
         sum(each.output_length for each in workload.requests) / count
     )
-    if service.prefill is None:
-        seconds = (prefill_seconds + decode_seconds) / service.decode.workers / count
-        return 1 / max(seconds, router)
+    num_prefill = service.prefill.workers if service.prefill else 0
+    num_decode = service.decode.workers
+    all_seconds = prefill_seconds + short_seconds + decode_seconds
     return 1 / max(
-        prefill_seconds / service.prefill.workers / count,
-        decode_seconds / service.decode.workers / count,
+        prefill_seconds / num_prefill / count if num_prefill else 0.0,
+        decode_seconds / num_decode / count,
+        all_seconds / (num_prefill + num_decode) / count,
         router,
     )
 

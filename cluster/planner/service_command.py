@@ -39,7 +39,16 @@ from .report import (
     use_lines,
     verdict,
 )
-from .search import PlannedRun, Planner, RateResult, SplitPlan, best_knee, choose, other_kind
+from .search import (
+    MAX_REQUESTS,
+    PlannedRun,
+    Planner,
+    RateResult,
+    SplitPlan,
+    best_knee,
+    choose,
+    other_kind,
+)
 from .service_options import (
     CHANGE,
     DEFAULT_DEVICES,
@@ -52,7 +61,6 @@ from .simulations import Simulations
 from .workload import PlannedWorkload
 
 _LEAST_REQUESTS: Final = 10
-_MAX_REQUESTS: Final = 1_000_000
 _MAX_DEVICES: Final = 1_024
 _PLOTTED: Final = 6  # rates of each curve
 
@@ -91,7 +99,7 @@ def service_command(
     requests: Annotated[
         int,
         typer.Option(
-            help=f"Requests to simulate, from {_LEAST_REQUESTS} to {_MAX_REQUESTS:,}; the first "
+            help=f"Requests to simulate, from {_LEAST_REQUESTS} to {MAX_REQUESTS:,}; the first "
             "ones of a trace."
         ),
     ] = 400,
@@ -162,8 +170,8 @@ def service_command(
     the highest rate at which it meets the objective.
     """
     objective = parse_objective(slo, attainment)
-    if not _LEAST_REQUESTS <= requests <= _MAX_REQUESTS:
-        raise InvalidArgument(f"must be from {_LEAST_REQUESTS} to {_MAX_REQUESTS}", "--requests")
+    if not _LEAST_REQUESTS <= requests <= MAX_REQUESTS:
+        raise InvalidArgument(f"must be from {_LEAST_REQUESTS} to {MAX_REQUESTS}", "--requests")
     check_writable({"--json": json_file, "--plot": plot, "--write": write})
     if plot is not None:
         check_plotting()
@@ -222,7 +230,11 @@ def service_command(
         if plot is not None:
             draw_rates(_curves(planner, plans, chosen), objective, plot)
         if write is not None:
-            _write(write, config, chosen or best_knee(plans))
+            best = chosen or best_knee(plans)
+            if best.knee:
+                _write(write, config, best)
+            else:
+                typer.echo(f"{write} is not written: no split meets the objective", err=True)
 
 
 def _least_seconds(
@@ -231,10 +243,10 @@ def _least_seconds(
     """Returns for how long requests must arrive. Raises InvalidArgument for too many requests."""
     seconds = least_seconds(rules, start_seconds)
     num_requests = math.ceil(seconds * workload.rate)
-    if num_requests > _MAX_REQUESTS:
+    if num_requests > MAX_REQUESTS:
         raise InvalidArgument(
             f"{num_requests:,} requests arrive until workers have died and started again; the "
-            f"maximum is {_MAX_REQUESTS:,}; use shorter times",
+            f"maximum is {MAX_REQUESTS:,}; use shorter times",
             "--faults",
         )
     return seconds
@@ -260,7 +272,7 @@ def _autoscale(
     outcome = planner.run(chosen.split, planner.workload.rate, change=change)
     found = Autoscaling(
         outcome=outcome,
-        mean_workers=mean_workers(outcome.result, start_seconds),
+        mean_workers=mean_workers(outcome.result),
         num_fixed=chosen.split.prefill + chosen.split.decode,
     )
     typer.echo(autoscaling_line(found))
@@ -276,7 +288,10 @@ def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
     runs: dict[str, PlannedRun] = {}
     for factor in (1 - CHANGE, 1 + CHANGE):
         change = f"{factor - 1:+.0%}"
-        runs[f"lengths {change}"] = PlannedRun(split, rate, lengths=factor)
+        # Blocks keep whole numbers of tokens, so their lengths may change by another share.
+        lengths = f"{planner.workload.length_change(factor):+.0%}"
+        if lengths != "+0%":
+            runs[f"lengths {lengths}"] = PlannedRun(split, rate, lengths=factor)
         runs[f"rate {change}"] = PlannedRun(split, factor * rate)
         runs[f"step time {change}"] = PlannedRun(split, rate, step_time=factor)
     planner.expect(list(runs.values()))

@@ -29,7 +29,8 @@ from .profile import RouterProfile, TransferProfile
 _STREAMS: Final = (1, 8)  # concurrent streams that tell the host's time between two steps
 _PROMPT_TOKENS: Final = 16  # of streams, and of the shortest prompt
 _OUTPUT_TOKENS: Final = 32
-_TRANSFER_TOKENS: Final = (64, 256, 1024)
+# Longer than prompts that a decode worker computes itself (`router.local_prefill_tokens`).
+_TRANSFER_TOKENS: Final = (128, 256, 1024)
 _TRANSFERS: Final = 3  # of each length
 _LEAST_PROMPTS: Final = 6  # prompts that tell the latency of a request
 _STREAMS_BESIDE: Final = 4  # streams beside which prompts are measured
@@ -148,7 +149,7 @@ class ServiceLoad:
         `costs`: of steps without streams. On CPUs the decode worker, the router and the client go
         before the prefill worker, which gets what they leave of the cores.
         """
-        length = min(self._chunk_tokens // 2, self._longest)
+        length = min(self._chunk_tokens, self._longest)
         alone = self._prompt_seconds(costs, length)
         found: list[float] = []
         streams = asyncio.create_task(self._send(target, _STREAMS_BESIDE, _OUTPUT_TOKENS, seconds))

@@ -54,11 +54,11 @@ def make_workload(
 ) -> PlannedWorkload:
     """Returns the requests of a trace or of a Poisson process. Raises InvalidArgument."""
     check_scale(scale, trace)
+    if rate is not None and not 0 < rate < math.inf:
+        raise InvalidArgument(f"must be above 0 requests/s, got {rate:g}", "--rate")
     if trace is None:
         if rate is None:
             raise InvalidArgument("give --rate, with --input-len and --output-len, or --trace")
-        if not (0 < rate < math.inf):
-            raise InvalidArgument(f"must be above 0 requests/s, got {rate:g}", "--rate")
         return PlannedWorkload.poisson(rate, input_len, output_len, requests, seed)
     workload = PlannedWorkload(read_trace(trace, scale)[:requests])
     if not workload.rate:
@@ -114,7 +114,9 @@ def make_site(
     )
     found.check_model(config.served_name)
     measured = {each.workers for each in found.workers}
-    splits = _splits(devices or max(measured) * found.tp, [found.tp] if tp is None else tps)
+    ranks = found.tp if found.device == "cpu" else 1  # on CPUs, `devices` counts workers
+    num_devices = devices * ranks if devices else max(measured) * found.tp
+    splits = _splits(num_devices, [found.tp] if tp is None else tps)
     if devices is None and found.device == "cpu":  # where each number of workers has its own costs
         splits = [each for each in splits if each.prefill + each.decode in measured]
     return MeasuredSite(found), splits, config

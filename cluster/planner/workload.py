@@ -21,7 +21,7 @@ class Objective:
 
     def __str__(self) -> str:
         limits = " and ".join(f"{name.upper()} {limit:g} ms" for name, limit in self.limits.items())
-        return f"{limits} for {self.attainment:.0%} of the requests"
+        return f"{limits} for {100 * self.attainment:g}% of the requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,10 @@ class PlannedWorkload:
         return (len(self.requests) - 1) / seconds if seconds else 0.0
 
     @property
+    def _num_tokens(self) -> int:
+        return sum(each.input_length + each.output_length for each in self.requests)
+
+    @property
     def longest_input(self) -> int:
         return max(each.input_length for each in self.requests)
 
@@ -77,6 +81,11 @@ class PlannedWorkload:
     def with_lengths(self, factor: float) -> "PlannedWorkload":
         """Returns the requests with scaled lengths. Their blocks are scaled as well."""
         return PlannedWorkload([_scale(each, factor).apply(each) for each in self.requests])
+
+    def length_change(self, factor: float) -> float:
+        """Returns by which share `with_lengths` changes the sum of all lengths."""
+        scaled = self.with_lengths(factor)
+        return scaled._num_tokens / self._num_tokens - 1
 
     def lasting(self, seconds: float) -> "PlannedWorkload":
         """Returns the requests, repeated at the same rate until they arrive for `seconds`.

@@ -125,7 +125,7 @@ class Autoscaler:
                 stopping.add_done_callback(self._stopping.discard)
 
     async def _start(self, role: PoolRole) -> None:
-        await asyncio.sleep(self._service.pools[role].start_seconds)
+        await self._pools.wait_for_start(role, self._service.pools[role].start_seconds)
         await self._pools.start(role)
 
     def _number(self, role: PoolRole) -> int:

@@ -26,7 +26,6 @@ class _Decodes(NamedTuple):
     """Describes consecutive decode steps: the i-th takes `first` + i * `growth` seconds."""
 
     begin: float
-    work: StepWork  # of the first step
     first: float
     growth: float
     length: int  # in steps
@@ -106,13 +105,12 @@ class CoarseRunner(TimedRunner):
         predict: Callable[[StepWork], float],
         *,
         on_step: Callable[[], object],
-        on_decodes: Callable[[float, StepWork, int], object],
+        on_decodes: Callable[[float], object],
         failed: Callable[[BaseException], object],
     ) -> None:
         """`predict` returns the seconds of a step.
 
-        Calls `on_decodes` with the seconds, the first one's work and the number of decode steps
-        that the executor does not see.
+        Calls `on_decodes` with the seconds of decode steps that the executor does not see.
         """
         super().__init__(engine, executor, on_step=on_step, failed=failed)
         self._coarse = engine
@@ -136,7 +134,7 @@ class CoarseRunner(TimedRunner):
         later = replace(work, context_tokens=work.context_tokens + work.sequences)
         first = self._predict(work)
         growth = self._predict(later) - first
-        run = self._run = _Decodes(self._loop.time(), work, first, growth, num_steps)
+        run = self._run = _Decodes(self._loop.time(), first, growth, num_steps)
         self._is_running = True
         self._shorten(run.steps_until(_MOST_SECONDS))
 
@@ -154,7 +152,7 @@ class CoarseRunner(TimedRunner):
         if self._is_stopped or run is None:
             return
         seconds = run.seconds(run.length)
-        self._on_decodes(seconds, run.work, run.length)
+        self._on_decodes(seconds)
         try:
             self._coarse.decode(run.length, seconds / run.length, self._emit)
         except BaseException as error:

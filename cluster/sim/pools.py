@@ -8,7 +8,7 @@ from ..config import PoolRole
 from ..serve.members import HEARTBEAT_SECONDS, Directory
 from .cost import ServiceCosts
 from .fabric import Fabric
-from .result import WorkerUsage
+from .result import Lifetime, WorkerUsage
 from .service import Fault, SimulatedService
 from .transfers import TransferCosts
 from .worker import SimulatedWorker, WorkerSpec
@@ -31,6 +31,7 @@ class SimulatedPools:
     ) -> None:
         """Starts no worker. `failed` is called if a worker has a defect."""
         self.usages: list[WorkerUsage] = []
+        self.starts: list[Lifetime] = []
         self.sizes: dict[PoolRole, list[tuple[float, int]]] = {role: [] for role in service.pools}
         self._service = service
         self._costs = costs
@@ -56,6 +57,15 @@ class SimulatedPools:
     def num_returning(self, role: PoolRole) -> int:
         """Returns the number of workers of a role that a fault has killed and that start again."""
         return self._num_returning[role]
+
+    async def wait_for_start(self, role: PoolRole, seconds: float) -> None:
+        """Waits as long as a worker takes to start."""
+        start = Lifetime(role=role, started=self._clock())
+        self.starts.append(start)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            start.ended = self._clock()
 
     async def start(self, role: PoolRole, worker_id: str = "") -> SimulatedWorker:
         """Starts a worker, which is ready at once; `worker_id`: of one that returns."""
@@ -101,7 +111,7 @@ class SimulatedPools:
         else:
             self._num_returning[fault.role] += 1
             await worker.kill()
-            await asyncio.sleep(fault.restart_seconds)
+            await self.wait_for_start(fault.role, fault.restart_seconds)
             self._num_returning[fault.role] -= 1
             await self.start(fault.role, worker.spec.worker_id)
 

@@ -9,32 +9,30 @@ from ..config import PoolRole
 
 
 @dataclass(eq=False, kw_only=True)
-class WorkerUsage:
-    """Measures the use of one worker from its start to its end."""
+class Lifetime:
+    """Holds when something of a worker began and ended."""
 
-    worker_id: str
     role: PoolRole
     started: float
-    num_blocks: int
-    ended: float | None = None  # None: it still runs
-    busy_seconds: float = 0.0  # of its steps
-    num_steps: int = 0
-    num_tokens: int = 0  # computed by its steps
-    peak_blocks: int = 0  # the most that sequences, leases and reservations held
-
-    def count_steps(self, num_steps: int, seconds: float, num_tokens: int) -> None:
-        """Counts steps, with their seconds and tokens."""
-        self.busy_seconds += seconds
-        self.num_steps += num_steps
-        self.num_tokens += num_tokens
-
-    def count_blocks(self, num_held: int) -> None:
-        """Counts the blocks that are held after a step."""
-        self.peak_blocks = max(self.peak_blocks, num_held)
+    ended: float | None = None  # None: it still lasts
 
     def end_before(self, seconds: float) -> float:
         """Returns the time of its end, but at most `seconds`."""
         return seconds if self.ended is None else min(self.ended, seconds)
+
+
+@dataclass(eq=False, kw_only=True)
+class WorkerUsage(Lifetime):
+    """Measures the use of one worker from when it is ready to its end."""
+
+    worker_id: str
+    num_blocks: int
+    busy_seconds: float = 0.0  # of its steps
+    peak_blocks: int = 0  # the most that sequences, leases and reservations held
+
+    def count_blocks(self, num_held: int) -> None:
+        """Counts the blocks that are held after a step."""
+        self.peak_blocks = max(self.peak_blocks, num_held)
 
     @property
     def peak_kv(self) -> float:
@@ -55,30 +53,22 @@ class SimulatedRequest:
         """Lets processes exchange requests; pickle does not know messages of protobuf."""
         return _restore, (self.record, self.timeline.SerializeToString(), self.tenant)
 
-    @property
-    def prefill_start(self) -> float:
-        """Returns the time at which a worker began with the prompt."""
-        timeline = self.timeline
-        return (
-            self.record.started
-            + timeline.ttft_seconds
-            - timeline.prefill_seconds
-            - timeline.restore_seconds
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
     """Holds the outcome of one simulation. Times are virtual seconds from its start."""
 
     requests: Sequence[SimulatedRequest]  # in the order of the trace
-    workers: Sequence[WorkerUsage]  # in the order of their starts
+    workers: Sequence[WorkerUsage]  # in the order in which they were ready
     seconds: float  # until the last request has ended
     router_busy_share: float  # of the busiest router
     # Seconds that requests waited in the routers, by the pool that had no room for the next one.
     queue_seconds: Mapping[str, float]
     # The sizes of the pools: (time, number of ready workers) at each change.
     sizes: Mapping[PoolRole, Sequence[tuple[float, int]]] = field(default_factory=dict)
+    # Of the workers that began to start after the simulation had begun, whether they were ready or
+    # not: from the begin to the end of the start.
+    starts: Sequence[Lifetime] = ()
 
     def summary(self, slo: Mapping[str, float] | None = None) -> Summary:
         """Returns the metrics of `tandem bench`; `slo`: limits in ms, see `summarize`."""

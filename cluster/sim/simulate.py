@@ -107,6 +107,7 @@ class _Simulation:
             router_busy_share=max(each.time.busy_seconds for each in routers) / seconds,
             queue_seconds=self._queue_seconds,
             sizes=pools.sizes,
+            starts=pools.starts,
         )
 
     async def _serve(
@@ -138,8 +139,8 @@ class _Simulation:
             for router in routers:
                 num_waiting = len(router.admission.queue)
                 if num_waiting:
-                    report = router.report()
-                    role = "decode" if report[WAITING_SEQUENCES] else "prefill"
+                    waits = router.report()[WAITING_SEQUENCES]
+                    role = "prefill" if "prefill" in self._service.pools and not waits else "decode"
                     self._queue_seconds[role] += _SAMPLE_SECONDS * num_waiting
 
     def _check(self, task: asyncio.Task[None]) -> None:

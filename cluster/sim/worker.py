@@ -138,7 +138,7 @@ class SimulatedWorker:
             executor,
             self._predict,
             on_step=self._count_kv,
-            on_decodes=self._count_decodes,
+            on_decodes=self._count_seconds,
             failed=spec.failed,
         )
 
@@ -205,11 +205,11 @@ class SimulatedWorker:
     def _run_step(self, plan: StepPlan) -> float:
         """Returns the seconds of a planned step, and counts it."""
         seconds = self._predict(StepWork.of(plan))
-        self.usage.count_steps(1, seconds, plan.num_tokens)
+        self._count_seconds(seconds)
         return seconds
 
-    def _count_decodes(self, seconds: float, work: StepWork, num_steps: int) -> None:
-        self.usage.count_steps(num_steps, seconds, num_steps * work.sequences)
+    def _count_seconds(self, seconds: float) -> None:
+        self.usage.busy_seconds += seconds
 
     def _count_kv(self) -> None:
         pool = self._engine.requests.pool

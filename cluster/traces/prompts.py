@@ -1,10 +1,14 @@
 """Makes the prompts of a trace, which records only lengths and which blocks are equal."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from .read import TracedRequest
+
+_WITHOUT_HASHES: Final = 1
+"""Ends the seed of a prompt without hashes, so that it is not the seed of a block."""
 
 
 def prompt_ids(request: TracedRequest, vocab_size: int, seed: Sequence[int]) -> list[int]:
@@ -16,11 +20,12 @@ def prompt_ids(request: TracedRequest, vocab_size: int, seed: Sequence[int]) -> 
     from 0 on.
     """
     if not request.block_hashes:
-        return _ids(seed, request.input_length, vocab_size)
+        return _ids([*seed, _WITHOUT_HASHES], request.input_length, vocab_size)
     ids: list[int] = []
     for block_hash in request.block_hashes:
-        ids += _ids([*seed, block_hash], request.block_tokens, vocab_size)
-    return ids[: request.input_length]
+        num_tokens = min(request.block_tokens, request.input_length - len(ids))
+        ids += _ids([*seed, block_hash], num_tokens, vocab_size)
+    return ids
 
 
 def describe_trace(requests: Sequence[TracedRequest]) -> str:

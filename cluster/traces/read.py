@@ -108,6 +108,8 @@ def read_trace(path: Path, scale: TraceScale = UNSCALED) -> list[TracedRequest]:
     which names file and line.
     """
     text = _read_text(path)
+    if not text.strip():
+        raise InvalidArgument("has no requests", f"{OPTION}: {path}")
     parse = _mooncake_requests if text.lstrip().startswith("{") else _azure_requests
     requests = sorted(parse(text, path), key=lambda request: request.time)
     if not requests:
@@ -137,7 +139,8 @@ def _spread(requests: Sequence[TracedRequest]) -> list[TracedRequest]:
 def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data).decode()
+        text = gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
+        return text.decode("utf-8-sig")  # spreadsheets begin their files with a byte order mark
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise InvalidArgument("is not a whole gzip file", f"{OPTION}: {path}") from None
     except OSError as error:
@@ -179,18 +182,15 @@ def _mooncake_requests(text: str, path: Path) -> Iterator[TracedRequest]:
 
 def _azure_requests(text: str, path: Path) -> Iterator[TracedRequest]:
     rows = csv.reader(text.splitlines())
-    columns = tuple(next(rows, ()))
-    if columns != _AZURE_COLUMNS:
-        raise InvalidArgument(
-            f"must be lines of JSON in Mooncake's form, or CSV with the columns "
-            f"{','.join(_AZURE_COLUMNS)}",
-            f"{OPTION}: {path}:1",
-        )
-    for row in filter(None, rows):
-        try:
-            yield _azure_request(row)
-        except ValueError as error:
-            raise InvalidArgument(str(error), f"{OPTION}: {path}:{rows.line_num}") from None
+    try:
+        if tuple(next(rows, ())) != _AZURE_COLUMNS:
+            raise ValueError(
+                f"must be lines of JSON in Mooncake's form, or CSV with the columns "
+                f"{','.join(_AZURE_COLUMNS)}"
+            )
+        yield from map(_azure_request, filter(None, rows))
+    except (csv.Error, ValueError) as error:
+        raise InvalidArgument(str(error), f"{OPTION}: {path}:{rows.line_num}") from None
 
 
 def _azure_request(row: Sequence[str]) -> TracedRequest:

@@ -17,21 +17,16 @@ requests in time as the even split, with which it begins.
 """
 
 import argparse
-import csv
-import gzip
-import json
 import math
 import sys
-from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from tandem.cluster.scaling.config import RoleScalingConfig, ScalingConfig
 from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL
+from tandem.cluster.traces.read import read_trace
 from tandem.tests.cluster.scaling.simulation import Arrival, Hardware, Outcome, Simulation
 
-HASH_TOKENS: Final = 512  # of the prompt, for each hash id of a Mooncake trace
 TPOT_SECONDS: Final = 0.05
 LATE_TPOT_SECONDS: Final = 0.06  # of a request, which is a mean over steps
 WAIT_SECONDS: Final = 5.0
@@ -40,41 +35,22 @@ LOST_SHARE: Final = 0.05
 MOST: Final = 12
 
 
-def read_trace(path: Path) -> list[Arrival]:
-    """Returns the requests of a trace, the earliest first."""
-    with gzip.open(path, "rt") as file:
-        found = list(_azure(file) if path.name.endswith(".csv.gz") else _mooncake(file))
-    return sorted(found, key=lambda each: each.time)
-
-
-def _azure(lines: Iterator[str]) -> Iterator[Arrival]:
-    first = None
-    for row in csv.DictReader(lines):
-        time = datetime.fromisoformat(row["TIMESTAMP"][:26])
-        first = first or time
-        seconds = (time - first).total_seconds()
-        yield Arrival(
-            time=seconds,
-            prompt=int(row["ContextTokens"]),
-            output=max(int(row["GeneratedTokens"]), 1),
-        )
-
-
-def _mooncake(lines: Iterator[str]) -> Iterator[Arrival]:
+def read_arrivals(path: Path) -> list[Arrival]:
+    """Returns the requests of a trace, the earliest first. Earlier blocks count as cached."""
     known: set[int] = set()
-    for line in lines:
-        row = json.loads(line)
-        cached = 0
-        for digest in row["hash_ids"]:
-            cached += digest in known
-        known.update(row["hash_ids"])
-        prompt = max(row["input_length"], 1)
-        yield Arrival(
-            time=row["timestamp"] / 1000,
-            prompt=prompt,
-            output=max(row["output_length"], 1),
-            cached=min(cached * HASH_TOKENS, prompt - 1),
+    found: list[Arrival] = []
+    for request in read_trace(path):
+        num_cached = sum(each in known for each in request.block_hashes)
+        known.update(request.block_hashes)
+        found.append(
+            Arrival(
+                time=request.time,
+                prompt=request.input_length,
+                output=request.output_length,
+                cached=min(num_cached * request.block_tokens, request.input_length - 1),
+            )
         )
+    return found
 
 
 def hardware_for(arrivals: list[Arrival], mean: float, start_seconds: float) -> Hardware:
@@ -196,7 +172,7 @@ def main() -> int:
     scaling = {name: value for name in names if (value := getattr(args, name)) is not None}
     passed = True
     for path in args.traces:
-        arrivals = read_trace(path)
+        arrivals = read_arrivals(path)
         print(f"{path.name}: {len(arrivals)} requests in {arrivals[-1].time / 60:.0f} minutes")
         hardware = hardware_for(arrivals, args.mean, args.start_seconds)
         first = math.ceil(args.mean)

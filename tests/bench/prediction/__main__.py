@@ -28,6 +28,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     profile_file: Annotated[Path, typer.Argument(help="A file of `tandem plan measure`.")],
     trace: Annotated[list[Path], typer.Option(help="A trace; repeat it for more.")],
+    model: Annotated[
+        str, typer.Option(help="As for `tandem serve`; by default the name in the profile.")
+    ] = "",
     splits: Annotated[str, typer.Option(help="Prefill + decode workers.")] = "0+1,1+1",
     shares: Annotated[str, typer.Option(help="Of the predicted knee.")] = "0.3,0.6,0.8",
     slo: Annotated[str, typer.Option(help="The objective that defines the knee.")] = (
@@ -61,7 +64,7 @@ def main(
         unmeasured = [Comparison(prediction=each, rounds=()) for each in predictions]
         _write(out / f"predicted-{split.prefill}-{split.decode}.json", unmeasured)
         cases = [each.case for each in predictions]
-        measured = measure(profile, cases, rounds, plan.objective.limits)
+        measured = measure(profile, cases, rounds, plan.objective.limits, model)
         found += [
             Comparison(prediction=each, rounds=figures)
             for each, figures in zip(predictions, measured, strict=True)

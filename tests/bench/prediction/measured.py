@@ -28,21 +28,24 @@ def measure(
     cases: Sequence[Case],
     rounds: int,
     limits: Mapping[str, float],
+    model: str = "",
 ) -> list[list[Mapping[str, float]]]:
     """Starts a service for the split of the cases, which is the same for all.
 
-    Returns the figures of each round of each case. Rounds differ in the tokens of their prompts
-    alone. Raises RuntimeError if a request fails.
+    `model`: as for `tandem serve`; by default the name in the profile. Returns the figures of each
+    round of each case. Rounds differ in the tokens of their prompts alone. Raises RuntimeError if a
+    request fails.
     """
     (split,) = {case.split for case in cases}
     seconds = rounds * sum(each.workload.requests[-1].time + _DRAIN_SECONDS for each in cases)
-    with running_service(_config(profile, split), _START_SECONDS + seconds) as url:
+    with running_service(_config(profile, split, model), _START_SECONDS + seconds) as url:
         return asyncio.run(_measure(url, cases, rounds, limits))
 
 
-def _config(profile: Profile, split: Split) -> dict[str, object]:
+def _config(profile: Profile, split: Split, model: str) -> dict[str, object]:
     return {
-        "model": profile.model,
+        "model": model or profile.model,
+        "device": profile.device,
         "dtype": profile.dtype,
         "quantization": profile.quantization,
         "kv_cache_dtype": profile.kv_cache_dtype,

@@ -34,7 +34,10 @@ from tandem.cluster.planner.search import (
 from tandem.cluster.planner.site import ArithmeticSite, MeasuredSite, Split, check_workload
 from tandem.cluster.planner.workload import Objective, PlannedWorkload
 from tandem.cluster.sim.cost import StepWork
-from tandem.cluster.sim.result import SimulationResult, WorkerUsage
+from tandem.cluster.sim.result import SimulationResult
+from tandem.cluster.sim.service import Resize
+from tandem.cluster.sim.simulate import simulate
+from tandem.cluster.traces.read import TracedRequest
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES, cost_of
 from tandem.tests.profiles import make_profile
@@ -208,13 +211,22 @@ def test_an_autoscaled_service_keeps_its_faults_and_has_the_objective_as_target(
 
 
 def test_a_worker_that_starts_counts_as_a_worker() -> None:
-    workers = [
-        WorkerUsage(worker_id=name, role="decode", started=started, ended=ended, num_blocks=1)
-        for name, started, ended in (("a", 0.0, None), ("b", 40.0, 70.0), ("c", 90.0, 101.0))
-    ]
-    result = replace(outcome(1.0).result, workers=workers, seconds=100.0)
-    # 100 s, 60 s and 40 s: a worker starts 30 s before it is ready.
-    assert mean_workers(result, 30.0)["decode"] == pytest.approx(1.0 + 0.6 + 0.4)
+    service, costs = MeasuredSite(make_profile(1)).service(Split(0, 1))
+    # The second worker is ready at 40 s. The start of the third one is given up after 5 s, and that
+    # of the fourth one has not ended.
+    sizes = ((10.0, 2), (60.0, 3), (65.0, 2), (90.0, 3))
+    changed = replace(
+        service,
+        decode=replace(service.decode, start_seconds=30.0),
+        resizes=tuple(Resize(time=time, role="decode", workers=number) for time, number in sizes),
+    )
+    requests = PlannedWorkload.poisson(0.1, 16, 2, 11, seed=0).requests
+    result = simulate(changed, requests, costs)
+    end = result.seconds
+    assert 100.0 < end < 101.0
+    assert len(result.workers) == 2
+    expected = end + (end - 10.0) + 5.0 + (end - 90.0)
+    assert mean_workers(result)["decode"] == pytest.approx(expected / end)
 
 
 class KnownKnees(Planner):
@@ -332,19 +344,57 @@ def test_a_prompt_of_a_device_computes_the_logits_of_its_last_token_only() -> No
     assert seconds == pytest.approx(flops / (0.5 * DEVICES["h100"].roofline.flops_per_s), rel=0.01)
 
 
-@pytest.mark.parametrize("prefill", [0, 1])
-def test_no_simulation_exceeds_the_arithmetic_bound(prefill: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "num_input", "count"), [(0, 128, 60), (1, 128, 60), (1, 64, 400)]
+)
+def test_no_simulation_exceeds_the_arithmetic_bound(
+    prefill: int, num_input: int, count: int
+) -> None:
     """At twice the bound the service is saturated, and its requests end at the bound's rate at
     most.
     """
     site = MeasuredSite(make_profile(1, 2))
-    workload = PlannedWorkload.poisson(1.0, 128, 8, 60, seed=0)
+    workload = PlannedWorkload.poisson(1.0, num_input, 8, count, seed=0)
     planner = Planner(site, workload, OBJECTIVE)
     split = Split(prefill, 2 - prefill)
     bound = rate_bound(*site.service(split), workload)
     found = planner.run(split, 2 * bound)
     assert found.is_saturated
     assert len(workload.requests) / found.result.seconds < bound
+
+
+def test_decode_workers_raise_the_bound_of_short_prompts() -> None:
+    bounds = {}
+    for num_input in (64, 65):
+        workload = PlannedWorkload.poisson(1.0, num_input, 2, 60, seed=0)
+        service, costs = MeasuredSite(make_profile(4)).service(Split(1, 3))
+        bounds[num_input] = rate_bound(service, costs, workload)
+    assert bounds[64] > 2 * bounds[65]
+
+
+def test_a_rate_far_above_the_knee_hides_no_knee() -> None:
+    planner = KnownKnees(10_000.0, {Split(0, 1): 0.5})
+    assert planner.plan(Split(0, 1)).knee == near(0.5)
+
+
+def test_the_change_of_lengths_is_that_of_whole_blocks() -> None:
+    def workload(block_tokens: int, hashes: tuple[int, ...]) -> PlannedWorkload:
+        request = TracedRequest(
+            time=0.0,
+            input_length=1000,
+            output_length=100,
+            block_hashes=hashes,
+            block_tokens=block_tokens,
+        )
+        return PlannedWorkload([request, replace(request, time=1.0)])
+
+    assert workload(1, ()).length_change(1.1) == pytest.approx(0.1)
+    assert workload(8, tuple(range(125))).length_change(1.1) == pytest.approx(0.125, abs=0.001)
+    assert workload(4, tuple(range(250))).length_change(0.9) == 0.0
+
+
+def test_an_objective_is_shown_as_it_was_given() -> None:
+    assert "for 99.9% of" in str(replace(OBJECTIVE, attainment=0.999))
 
 
 def test_longer_steps_and_prompts_lower_the_attainment() -> None:
@@ -389,6 +439,8 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
         (("--slo", "", *WORKLOAD), "--slo: must have a limit"),
         (("--slo", "ttft=1h", *WORKLOAD), "--slo: ttft must be a time"),
         ((*SLO, "--profile", "x.json"), "give --rate"),
+        ((*SLO, "--trace", "x.csv", "--rate", "0"), "--rate: must be above 0 requests/s"),
+        (("--slo", "ttft=1s,ttft=2s", *WORKLOAD), "--slo: ttft is given twice"),
         ((*SLO, *WORKLOAD, "--speed", "0.5"), "--trace: --length-scale, --speed and"),
         ((*SLO, *WORKLOAD, "--spread-arrivals"), "and --spread-arrivals need --trace"),
         ((*SLO, *WORKLOAD, "--length-scale", "1/8"), "and --spread-arrivals need --trace"),
@@ -458,6 +510,9 @@ def test_the_ranks_of_a_profile_are_the_default(tmp_path: Path) -> None:
     args = (*SLO, *WORKLOAD, "--profile", str(path))
     run(*args, "--json", str(found))
     assert [each["tp"] for each in json.loads(found.read_text())["splits"]] == [2]
+    # On CPUs, --devices counts workers, not ranks.
+    run(*args, "--devices", "1", "--json", str(found))
+    assert len(json.loads(found.read_text())["splits"]) == 1
     result = CliRunner().invoke(app, ["plan", "service", MODEL, *args, "--tp", "1"])
     assert "--tp: 1 is not measured, only 2" in str(result.exception)
 

@@ -41,6 +41,8 @@ def test_other_hashes_seeds_and_requests_give_other_ids() -> None:
     unknown = traced(64)
     assert len(prompt_ids(unknown, 50_000, (0, 1))) == 64
     assert prompt_ids(unknown, 50_000, (0, 1)) != prompt_ids(unknown, 50_000, (0, 2))
+    # The prompt of request 5 has nothing in common with block 5 of other requests.
+    assert prompt_ids(unknown, 50_000, (0, 5)) != prompt_ids(traced(64, 5, block=64), 50_000, (0,))
 
 
 def test_the_description_of_a_trace() -> None:

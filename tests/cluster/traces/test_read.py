@@ -119,7 +119,8 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
             "trace:1: has 2 hash_ids; 1 tokens are 1 blocks of 512",
         ),
         ("a,b\n", "trace:1: must be lines of JSON in Mooncake's form, or CSV with the columns"),
-        ("", "trace:1: must be lines of JSON"),
+        ("", "trace: has no requests"),
+        (HEADER + '2023-11-16,1,"' + 200_000 * "1", "trace:2: field larger than field limit"),
         (HEADER, "trace: has no requests"),
         (HEADER + "2023-11-16,1,1\nx,1,1\n", "trace:3: TIMESTAMP must be a date and time, got 'x'"),
         (HEADER + "2023-11-16,1\n", "trace:2: must have 3 columns, got 2"),
@@ -144,6 +145,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidArgument, match="not UTF-8"):
         read_trace(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path: Path) -> None:
+    path = write(tmp_path, "\ufeff" + HEADER + "2023-11-16,3,1\n")
+    assert [each.input_length for each in read_trace(path)] == [3]
 
 
 @pytest.mark.parametrize("text", ["", "x", "1/0", "0", "-1", "nan", "1e9"])
