@@ -1,8 +1,9 @@
-"""Checks the pages: their length, that the paths, links and anchors in them exist, and that README
-links to every page.
+"""Checks the pages: their length, that the paths, links, anchors and tests in them exist, and that
+README links to every page.
 """
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@cache
+def names_of_tests() -> set[str]:
+    """Returns the names of all test functions."""
+    pattern = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {name for path in files for name in pattern.findall(path.read_text())}
 
 
 def test_the_readme_is_short_and_links_to_every_top_level_page() -> None:
@@ -63,3 +72,9 @@ def test_anchors_of_links_exist(page: str) -> None:
         if anchor not in anchors(source.parent / link if link else source)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tests_on_a_page_exist(page: str) -> None:
+    named = re.findall(r"`(?:[\w/.]+::)?(test_\w+)`", (ROOT / page).read_text())
+    assert sorted(set(named) - names_of_tests()) == []
