@@ -524,7 +524,9 @@ Printed by `python -m tandem.proto.parameters`; do not edit.
 A parameter that a request leaves out has its default. The model's generation_config.json may
 replace a default that is marked ◆, under the same name, unless the service runs with
 `generation_config: none` or the request is a beam search. `max_tokens` is named `max_new_tokens`
-there; for prompts other than chats the default is never above 16.
+there; for prompts other than chats the default is never above 16. The commands have
+[defaults of their own](clients.md#commands). In chats over HTTP, `top_logprobs` needs
+`logprobs: true`. A request has at most one constraint; `response_format` also sets the first two.
 [learn.md](learn.md#advice-on-sampling) has advice on sampling.
 """
 
@@ -554,7 +556,10 @@ def _cells(row: RequestParameter) -> Iterator[str]:
     default = f"{row.default:g}" if row.kind in _NUMBERS and row.default is not None else ""
     yield f"{default} ◆".strip() if row.generation_config else default
     for chat in (False, True):
-        yield ", ".join(f"`{name}`" for name in row.body_names(chat=chat))
+        names = row.body_names(chat=chat)
+        if row.field.startswith("constraint."):
+            names = (f"structured_outputs.{row.leaf.removesuffix('_schema')}", *names)
+        yield ", ".join(f"`{name}`" for name in names)
     yield f"`{row.client_name}`"
     yield f"`{row.option}`"
     yield row.help

@@ -1,8 +1,8 @@
 """`tandem`: serves a model, queries a service, manages models.
 
 Commands that need Ray or torch import them when they run, so that `--help` and the clients start
-quickly. Every expected failure is one line on stderr and exit code 2 (invalid input) or 1 (any
-other failure).
+quickly. An expected failure is a line on stderr, or a line for each wrong key of a configuration,
+and exit code 2 (invalid input) or 1 (any other failure).
 """
 
 import gc
