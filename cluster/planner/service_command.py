@@ -230,11 +230,7 @@ def service_command(
         if plot is not None:
             draw_rates(_curves(planner, plans, chosen), objective, plot)
         if write is not None:
-            best = chosen or best_knee(plans)
-            if best.knee:
-                _write(write, config, best)
-            else:
-                typer.echo(f"{write} is not written: no split meets the objective", err=True)
+            _write(write, config, chosen or best_knee(plans))
 
 
 def _least_seconds(
@@ -322,7 +318,10 @@ def _curves(
 
 
 def _write(path: Path, config: TandemConfig, plan: SplitPlan) -> None:
-    """Writes the configuration of a service with a plan's workers."""
+    """Writes the configuration of a service with a plan's workers, if they meet the objective."""
+    if not plan.knee:
+        typer.echo(f"{path} is not written: no split meets the objective", err=True)
+        return
     split = plan.split
     tree: dict[str, Any] = config.model_dump(exclude_unset=True, exclude_none=True)
     tree["prefill"] = {"replicas": split.prefill, "tp": split.tp}
