@@ -244,7 +244,9 @@ class RequestExecution:
         back within seconds, it is parked. Raises Unavailable if there is no worker.
         """
         choices = self._first_choices() if self._request.emitted else [None]
-        if not (waiting := [choice for choice in choices if not self._start(choice)]):
+        waiting = [choice for choice in choices if not self._start(choice)]
+        self._end_reservation()
+        if not waiting:
             return
         if not self._registry.has_lost:
             raise Unavailable(self._registry.unavailable_message)
@@ -338,6 +340,17 @@ class RequestExecution:
         )
         self._attempts.append(attempt)
         attempt.start()
+
+    def _end_reservation(self) -> None:
+        """Ends the request's reservation if attempts have begun, which count at their workers.
+
+        The registry ends it only for an attempt of the whole request; an attempt of one choice has
+        another id. Call it when all choices that can begin now have begun, because waiting requests
+        are admitted at once.
+        """
+        capacity = self._registry.capacity
+        if self._attempts and capacity.release(self._request.request_id):
+            capacity.notify()
 
     def _without_known(self, delta: TokenDelta) -> TokenDelta | None:
         """Removes parts that the caller has: prompt log probabilities, tokens of a repeated search.
@@ -451,6 +464,7 @@ class RequestExecution:
             if each.choices:
                 self._check_wait(each)
         self._parked = [each for each in self._parked if each.choices]
+        self._end_reservation()
         self._watch_workers()
 
     def _check_wait(self, parked: Interruption) -> None:

@@ -79,10 +79,11 @@ class PoolCapacity:
         self._reserved[request.request_id] = needed
         self._total_reserved += needed
 
-    def release(self, request_id: str) -> None:
-        """Ends a reservation. Idempotent."""
-        if reserved := self._reserved.pop(request_id, None):
-            self._total_reserved -= reserved
+    def release(self, request_id: str) -> bool:
+        """Ends a reservation. Returns False for a request without one."""
+        reserved = self._reserved.pop(request_id, NO_CAPACITY)
+        self._total_reserved -= reserved
+        return reserved is not NO_CAPACITY
 
     def prefill_queue(self) -> LinearCost:
         """Predicts the prefill backlog: seconds already queued, plus seconds per further token.

@@ -213,6 +213,10 @@ class FakePools:
         self.subscribers.append(on_free)
         return partial(self.subscribers.remove, on_free)
 
+    def release(self, request_id: str) -> bool:
+        """Returns False: there are no reservations without an admission."""
+        return False
+
     def find_holder(self, request: TokenRequest, prefill: str) -> worker_pb2.PrefixHolder | None:
         assert not self.held[prefill, request.request_id], "it counts as dispatched already"
         return None

@@ -5,6 +5,7 @@ same.
 import asyncio
 import random
 import time
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from tandem.router.dispatch.execution import (
 from tandem.router.dispatch.output_buffer import Wakeup
 from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
 from tandem.router.dispatch.request_timer import RequestTimer
+from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.policy import Placement
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.examples import num_examples
@@ -35,7 +37,8 @@ from tandem.tests.router.fake_pools import (
     outputs_of,
     start,
 )
-from tandem.tests.token_request import changed
+from tandem.tests.router.pools import fill, report
+from tandem.tests.token_request import changed, token_request
 
 
 @settings(max_examples=num_examples(150))
@@ -148,6 +151,42 @@ def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(
     ) in pools.submits:  # what the service interrupts goes ahead, what its client resumes does not
         is_resumed = submit.first_index == len(begun[submit.first_choice])
         assert submit.turn == (turn if is_resumed else worker_pb2.TURN_UNSPECIFIED)
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+async def test_a_request_begun_elsewhere_counts_only_at_its_workers_once_it_has_begun(
+    is_parked: bool,
+) -> None:
+    registry = WorkerRegistry(rng=random.Random(0))
+    fill(registry, prefill=1, decode=1, max_sequences=5, num_blocks=4096)
+    admission = Admission(registry)
+    request = choices_request(3, emitted=((1, 2), None, (3,)))
+    timer = RequestTimer(request, inference_pb2.Timeline())
+    pools = FakePools(random.Random(3), pairs=True)
+    execution = RequestExecution(request, (), send=pools.send, registry=registry, timer=timer)
+    async with AsyncExitStack() as scope:
+        await scope.enter_async_context(admission.permit(request))
+        others = [
+            asyncio.create_task(
+                scope.enter_async_context(admission.permit(token_request([n], name=str(n))))
+            )
+            for n in range(4)
+        ]
+        await asyncio.sleep(0)
+        if is_parked:
+            for worker_id in ("d0", "p0"):
+                registry.session_lost(worker_id, 1)
+        execution.start()
+        if is_parked:
+            for worker_id in ("d0", "p0"):
+                report(registry, worker_id)
+            assert list(execution.deltas()) == []
+        await asyncio.wait(others, timeout=0)
+        # The reservation counts the ended choice too.
+        assert (admission.num_active, len(admission.queue)) == (4, 1)
+        for other in others:
+            other.cancel()
+    execution.end()
 
 
 def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_tokens() -> None:
