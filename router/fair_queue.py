@@ -177,8 +177,19 @@ class FairQueue(Generic[T]):
         self.remove(entry)
         return entry
 
+    def serve(self, entry: T) -> None:
+        """Charges the tenant of an entry and removes the entry if it is in the queue.
+
+        It need not be the next one. Out of turn, it does not move the tag at which tenants begin.
+        """
+        if entry is self.first():
+            self.pop()
+        else:
+            self.remove(entry)
+            self.charge(entry, entry.num_tokens)
+
     def charge(self, entry: T, num_tokens: int) -> None:
-        """Corrects the work of an entry by `num_tokens`, more or less, after `pop`."""
+        """Corrects the work of a removed entry by `num_tokens`, more or less."""
         tags = self._tags.get(entry.priority, {})
         if entry.tenant in tags:
             tags[entry.tenant] += num_tokens

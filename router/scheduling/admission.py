@@ -13,7 +13,8 @@ wait, such as full decode workers.
 
 A short prompt, which decode workers may compute, passes the requests that wait for prefill workers.
 It delays none of them, because it is admitted only if the decode workers also have room for the
-first of these requests.
+first of these requests. Short prompts wait in the same order as all, in a queue of their own beside
+the queue of all.
 
 The first resumption of a stream whose router was lost is admitted at once, like a stream whose
 worker was lost: the service has admitted it before, and its client waits for the next token.
@@ -93,8 +94,11 @@ class Admission:
         self.queue: FairQueue[_Waiting] = FairQueue(
             max_tokens=max_queued_tokens, max_requests=max_queued_requests
         )
-        # The queued requests that may pass the others, the oldest first.
-        self._short: dict[_Waiting, None] = {}
+        # The queued requests that may pass the others; the bounds of `queue` bound it too.
+        self._short: FairQueue[_Waiting] = FairQueue(
+            max_tokens=max_queued_tokens, max_requests=max_queued_requests
+        )
+        self._queues = (self.queue, self._short)
         self._capacity = registry.capacity
         self._max_queue_seconds = max_queue_seconds
         self._clock = clock
@@ -171,12 +175,12 @@ class Admission:
         if displaced is None:
             raise self._overloaded("the queue is full", entry, "full")
         self._drain.fill()
-        if self._capacity.may_skip_prefill(entry.needed.prompt_tokens):
-            self._short[entry] = None
         for other in displaced:
-            self._short.pop(other, None)
+            self._short.remove(other)
             if not other.admitted.done():
                 other.admitted.set_exception(self._overloaded("the queue is full", other, "full"))
+        if self._capacity.may_skip_prefill(entry.needed.prompt_tokens):
+            self._short.push(entry)
         longest = min(WAIT_TOLERANCE * self._max_queue_seconds, self._slack(deadline))
         timer = asyncio.get_running_loop().call_later(longest, self._expire, entry)
         self._admit_waiting()
@@ -216,8 +220,8 @@ class Admission:
         self._admit_waiting()
 
     def _discard(self, entry: _Waiting) -> None:
-        self.queue.remove(entry)
-        self._short.pop(entry, None)
+        for queue in self._queues:
+            queue.remove(entry)
 
     def _admit_waiting(self) -> None:
         """Gives permits to the next requests while they fit."""
@@ -225,9 +229,8 @@ class Admission:
             if entry.admitted.cancelled():  # its task has not removed it yet
                 self._discard(entry)
                 continue
-            if entry is self.queue.first():
-                self.queue.pop()  # unlike `remove` charges the tenant
-            self._discard(entry)
+            for queue in self._queues:
+                queue.serve(entry)
             self._take(entry.request)
             self._drain.depart(entry.num_tokens)
             entry.admitted.set_result(None)
@@ -238,7 +241,7 @@ class Admission:
         """Returns a queued request that fits now or was cancelled."""
         for entry, fits in (
             (self.queue.first(), self._fits),
-            (next(iter(self._short), None), self._passes),
+            (self._short.first(), self._passes),
         ):
             if entry is not None and (entry.admitted.cancelled() or fits(entry.needed)):
                 return entry
@@ -261,7 +264,8 @@ class Admission:
         self._running[tenant] += share
         if self._running[tenant] <= 0:
             del self._running[tenant]
-        self.queue.set_running(tenant, self._running.get(tenant, 0))
+        for queue in self._queues:
+            queue.set_running(tenant, self._running.get(tenant, 0))
 
     def _share(self, request: TokenRequest) -> int:
         """Returns the request's dominant share of the largest worker, in parts per million.

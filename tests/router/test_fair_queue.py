@@ -250,3 +250,18 @@ def test_work_that_was_more_than_expected_costs_its_tenant_turns() -> None:
     assert [waiting.pop().tenant for _ in range(5)] == ["b", "b", "b", "a", "a"]
     waiting.charge(first, 5)  # nothing waits, so nothing is remembered
     assert waiting.push(entry("a")) == []
+
+
+def test_an_entry_served_out_of_turn_costs_its_tenant_turns_and_no_other_one() -> None:
+    waiting = queue()
+    late = entry("a", 2, due=9.0)
+    for one in [*(entry("ab"[number % 2]) for number in range(6)), late]:
+        waiting.push(one)
+    waiting.serve(late)
+    waiting.push(entry("new"))
+    order = "".join(waiting.pop().tenant[0] for _ in range(7))
+    assert order.count("a") == order.count("b") == 3
+    assert order[:3] in ("bnb", "nbb", "bbn")
+    assert order.index("n") < 2
+    waiting.serve(late)  # not in the queue any more
+    assert len(waiting) == 0

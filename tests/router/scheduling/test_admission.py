@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -290,6 +291,52 @@ async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_del
     for end in ends.values():
         end.set()
     await asyncio.gather(*tasks)
+    assert admission.num_active == len(admission.queue) == 0
+
+
+async def test_short_prompts_that_pass_a_long_one_go_in_the_order_of_all() -> None:
+    """By priority, then fair among tenants, then by due times; each is charged to its tenant."""
+    registry = WorkerRegistry(local_prefill_tokens=64, rng=random.Random(0))
+    fill(registry, prefill=1, decode=1, max_sequences=4, num_blocks=4096)
+    admission = Admission(registry, max_queued_requests=9)
+    order: list[str] = []
+    ends = asyncio.Semaphore(0)
+
+    async def ask(asked: TokenRequest) -> None:
+        async with admission.permit(asked):
+            order.append(asked.request_id)
+            await ends.acquire()
+
+    async def start(name: str, num_tokens: int = 9, due: float = 1e9, **fields: Any) -> None:
+        asked = replace(request([1] * num_tokens, name, **fields), first_token_due=due)
+        tasks[name] = asyncio.create_task(ask(asked))
+        await settle()
+
+    tasks: dict[str, asyncio.Task[None]] = {}
+    report(registry, "p0", load=load(0, num_waiting=1, waiting_tokens=10**5, num_blocks=4096))
+    for n in range(3):
+        await start(f"runs {n}")
+    await start("long", 1000, tenant="c", priority=9)
+    for n in range(5):
+        await start(f"a{n}", tenant="a", due=1e8 if n == 4 else 1e9)
+    await start("b0", tenant="b")
+    await start("b1", tenant="b")
+    await start("b urgent", tenant="b", priority=9)
+    assert order == ["runs 0", "runs 1", "runs 2"]
+    await start("d", tenant="d")  # takes the place of the last one of the longest backlog
+    assert isinstance(tasks["a3"].exception(), Overloaded)
+    tasks["a2"].cancel()
+    await settle()
+    for _ in range(7):
+        ends.release()
+        await settle()
+    assert order[3:] == ["b urgent", "a4", "d", "b0", "a0", "b1", "a1"]
+    report(registry, "p0", load=load(0, num_blocks=4096))
+    await settle()
+    assert order[10:] == ["long"]
+    for _ in range(20):
+        ends.release()
+    await asyncio.wait(tasks.values())
     assert admission.num_active == len(admission.queue) == 0
 
 
