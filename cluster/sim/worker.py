@@ -109,7 +109,11 @@ class SimulatedWorker:
         self._registered = (-1, False)  # the state that `_entry` describes
         self._requests = self._request_manager()
         self._lender = PrefixLender(
-            self._runner, self._kv, self._kv_handle, spec.service.block_size
+            self._runner,
+            self._kv,
+            self._kv_handle,
+            spec.service.block_size,
+            self._requests.load_reports.changed,
         )
         self.methods: Mapping[str, Any] = {
             "Session": self._requests.serve,

@@ -28,7 +28,7 @@ from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit
 from tandem.tests.workers.test_stats import Figures
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.serve import prefix_transfer
+from tandem.workers.serve import load_reports, prefix_transfer
 from tandem.workers.serve.worker import Worker
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.frames import Commit, TransferError
@@ -266,6 +266,28 @@ async def test_a_lease_that_nobody_gives_back_ends(monkeypatch: pytest.MonkeyPat
             assert isinstance(response, worker_pb2.LeasePrefixResponse)
             assert response.kv.num_tokens == 144
             await idle(both.workers[1])
+
+
+async def test_routers_learn_of_the_begin_and_the_end_of_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of a worker that does nothing else."""
+    monkeypatch.setattr(load_reports, "IDLE_SECONDS", 0.0)
+
+    async def until_leased(num_blocks: int) -> None:
+        while (await session.read()).load.leased_blocks != num_blocks:  # type: ignore[union-attr]
+            pass
+
+    async with two(fake_rank(), fake_rank()) as both:
+        prompt, session = await both.converse(), both.sessions[1]
+        async with peer_channel(both.workers[1].address) as channel:
+            await asyncio.sleep(3 * load_reports.LOAD_SECONDS)  # nothing else is to be reported
+            call = worker_stub(channel).LeasePrefix()
+            await call.write(worker_pb2.LeasePrefixRequest(hashes=hash_chain(prompt, 16)))
+            await until_leased(144 // 16)
+            await asyncio.sleep(3 * load_reports.LOAD_SECONDS)
+            call.cancel()
+            await until_leased(0)
 
 
 @pytest.mark.parametrize("end", ["cancel", "half close", "stop"])

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -47,12 +48,18 @@ class PrefixLender:
         kv: KvGroup,
         kv_handle: Callable[[int], worker_pb2.KvHandle],
         block_size: int,
+        load_changed: Callable[[], None],
     ) -> None:
-        """Makes a lender; `kv_handle` returns the handle of a transfer of a number of tokens."""
+        """Makes a lender.
+
+        `kv_handle` returns the handle of a transfer of a number of tokens. `load_changed` is called
+        when a lease begins or ends, because the engine has no event of that.
+        """
         self._thread = thread
         self._kv = kv
         self._kv_handle = kv_handle
         self._block_size = block_size
+        self._load_changed = load_changed
         self._ids = itertools.count(_FIRST_ID)
 
     async def serve(
@@ -69,6 +76,7 @@ class PrefixLender:
                 await self._thread.call(
                     lambda engine: leased.append(engine.lease_prefix(chain)), _FETCH_SECONDS
                 )
+                self._load_changed()
                 await self._thread.settle(_FETCH_SECONDS)
                 (prefix,) = leased
                 await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, prefix, chain)))
@@ -78,7 +86,12 @@ class PrefixLender:
         except (TimeoutError, StopAsyncIteration, RuntimeError) as error:
             logger.warning("the lease of a prefix has ended early: %s", type(error).__name__)
         finally:
-            self._kv.stop(number, lambda: self._thread.post(lambda engine: _end(engine, leased)))
+            self._kv.stop(number, partial(self._end, leased))
+
+    def _end(self, leased: list[LeasedPrefix]) -> None:
+        """Ends a lease, unless it has not begun."""
+        self._thread.post(partial(_unlease, leased))
+        self._load_changed()
 
     def _offer(self, number: int, leased: LeasedPrefix, chain: list[bytes]) -> worker_pb2.KvHandle:
         """Offers a leased prefix, which is all computed, and returns its handle."""
@@ -91,8 +104,7 @@ class PrefixLender:
         return handle
 
 
-def _end(engine: Engine, leased: list[LeasedPrefix]) -> None:
-    """Ends a lease, unless it has not begun."""
+def _unlease(leased: list[LeasedPrefix], engine: Engine) -> None:
     for prefix in leased:
         engine.unlease_prefix(prefix)
 

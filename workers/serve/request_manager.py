@@ -75,16 +75,16 @@ class RequestManager:
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
     # Tokens of resumed requests that this worker has computed again.
     num_recomputed_tokens: int = field(init=False, default=0)
+    load_reports: LoadReports = field(init=False)
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)
     # Request and choice by sequence id.
     _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
     _next_id: int = field(init=False, default=0)
     # Set by the end of each request.
     _ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _load_reports: LoadReports = field(init=False)
 
     def __post_init__(self) -> None:
-        self._load_reports = LoadReports(self.load, self.reports.sessions)
+        self.load_reports = LoadReports(self.load, self.reports.sessions)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -92,7 +92,7 @@ class RequestManager:
     def leave(self) -> None:
         """Refuses new requests from now on, and makes every session report it at once."""
         self.is_leaving = True
-        self._load_reports.report_all()
+        self.load_reports.report_all()
 
     def retire_sessions(self) -> None:
         """Makes the present sessions refuse new requests, and report a draining worker at once."""
@@ -131,7 +131,7 @@ class RequestManager:
         """
         session = RouterSession()
         first = worker_pb2.SessionResponse()
-        self._load_reports.add_to(first, session)
+        self.load_reports.add_to(first, session)
         # Before the first await, so that no drain, stop or new role escapes the session.
         self.reports.sessions.add(session)
         self.reports.start(session)
@@ -156,7 +156,7 @@ class RequestManager:
         try:
             while (message := await session.take()) is not None:
                 if session.reports_load:
-                    self._load_reports.add_to(message, session)
+                    self.load_reports.add_to(message, session)
                 if message.ListFields():
                     await send(message)
         finally:
@@ -204,7 +204,7 @@ class RequestManager:
             spec.id + number: (request, first + number) for number in range(spec.num_choices)
         }
         session.requests[key] = request
-        self._load_reports.changed()
+        self.load_reports.changed()
         submitted = self.clock()
         if spec.task is Task.DECODE:
             request.fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
@@ -257,7 +257,6 @@ class RequestManager:
             del self._sequences[request.spec.id + number]
             self._free(request.spec.id + number)
         self._ended.set()
-        self._load_reports.changed()
 
     def release(self, sequence_id: int) -> None:
         """Ends a finished prefill or a suspended choice after its lease.
@@ -284,7 +283,7 @@ class RequestManager:
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Turns the events of a step into outputs; each session sends its share as one message."""
-        self._load_reports.changed()
+        self.load_reports.changed()
         try:
             for event in events:
                 if isinstance(event, CacheChanged):
@@ -395,9 +394,11 @@ class RequestManager:
 
     def _free(self, sequence_id: int) -> None:
         """Cancels a sequence in the engine as soon as no transfer uses its blocks."""
-        self.kv.stop(
-            sequence_id, lambda: self.thread.post(lambda engine: engine.cancel(sequence_id))
-        )
+        self.kv.stop(sequence_id, partial(self._cancel, sequence_id))
+
+    def _cancel(self, sequence_id: int) -> None:
+        self.thread.post(lambda engine: engine.cancel(sequence_id))
+        self.load_reports.changed()
 
     def _suspend(self, request: WorkerRequest, engine: Engine) -> None:
         """Suspends the sequences of a request, in the engine's thread.

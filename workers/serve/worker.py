@@ -133,7 +133,13 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._endpoint = KvEndpoint(sender, config.rank.identity)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
         self._requests = self._request_manager(rank, config)
-        self._lender = PrefixLender(self._thread, self._kv, self._kv_handle, rank.block_size)
+        self._lender = PrefixLender(
+            self._thread,
+            self._kv,
+            self._kv_handle,
+            rank.block_size,
+            self._requests.load_reports.changed,
+        )
         self._stats = WorkerStats(
             load=self.load,
             states=self.states,
