@@ -179,18 +179,8 @@ class ServiceAccess:
         return self._finder(beside).find(beside)
 
     def _finder(self, url: str) -> "_Finder":
-        context = self._context() if url.startswith("https:") or self.tls.is_given else None
+        context = self.tls.context() if url.startswith("https:") or self.tls.is_given else None
         return _Finder(self.api_key, context)
-
-    def _context(self) -> ssl.SSLContext:
-        try:
-            context = ssl.create_default_context(cafile=self.tls.ca)
-            if self.tls.certificate is not None:
-                context.load_cert_chain(self.tls.certificate, self.tls.key)
-        except OSError as error:
-            reason = error.strerror or "not a certificate"
-            raise InvalidArgument(f"{error.filename or self.tls.ca}: {reason}", "tls") from None
-        return context
 
     def _refused(self, kind: Kind, needed: str) -> InvalidArgument:
         _, scheme, rest = self.url.rpartition("://")

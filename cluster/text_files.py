@@ -4,7 +4,6 @@ Errors name the file and the line.
 """
 
 import os
-import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -73,19 +72,6 @@ def parse_lines(text: str, path: Path, line_type: type[_Line]) -> list[_Line]:
     Raises InvalidArgument, which names the line of `path`, also for a file without lines.
     """
     return [line for _, line in number_lines(text, path, line_type)]
-
-
-def read_trust(path: Path | str | None, option: str) -> ssl.SSLContext | bool:
-    """Returns aiohttp's `ssl` for the CA that an option names, or for the system's CAs.
-
-    Raises InvalidArgument.
-    """
-    if path is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(path))
-    except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror or 'not a certificate'}", option) from None
 
 
 def _check_keys(root: yaml.Node | None, path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ...proto.errors import InvalidArgument
+from ...router.client.wire import ClientTls
 from ..traces.read import UNSCALED, TraceScale, check_scale
 
 WORKLOADS: Final = ("random", "shared-prefix", "file", "trace")
@@ -26,7 +27,7 @@ class ServerAddress:
     url: str  # grpc(s)://HOST:PORT, or http(s)://HOST:PORT without /v1
     model: str = ""  # empty: the first model that it serves
     api_key: str = field(default="", repr=False)
-    tls_ca: Path | None = None  # the CA of its certificate; None: the system's CAs
+    tls: ClientTls = field(default_factory=ClientTls)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ import aiohttp
 from ...proto.errors import TandemError, Unavailable
 from ...router.client.client import AsyncClient
 from ...router.client.types import Options
-from ...router.client.wire import ClientTls
-from ..text_files import read_trust
 from .metrics import RequestFailed
 from .options import ServerAddress
 from .workload import BenchPrompt
@@ -35,13 +33,12 @@ async def open_target(
 ) -> AsyncIterator[StreamCompletion]:
     """Connects to a server. Raises Unavailable if its model is needed and it does not answer."""
     if address.url.startswith("grpc"):
-        tls = ClientTls(ca=address.tls_ca)
         async with AsyncClient(
-            address.url, api_key=address.api_key, tls=tls, max_retries=0
+            address.url, api_key=address.api_key, tls=address.tls, max_retries=0
         ) as client:
             yield _stream_over_grpc(client, address.model, ignore_eos)
         return
-    connector = aiohttp.TCPConnector(limit=0, ssl=read_trust(address.tls_ca, "--tls-ca"))
+    connector = aiohttp.TCPConnector(limit=0, ssl=address.tls.context())
     headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
     timeout = aiohttp.ClientTimeout()
     async with aiohttp.ClientSession(

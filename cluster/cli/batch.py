@@ -82,6 +82,8 @@ def batch(
     ] = 600.0,
     api_key_file: o.ApiKeyFile = None,
     tls_ca: o.TlsCa = None,
+    tls_certificate: o.TlsCertificate = None,
+    tls_key: o.TlsKey = None,
 ) -> None:
     """Answer the requests of INPUT; each answer is a line of OUTPUT, in the order of completion.
 
@@ -98,7 +100,9 @@ def batch(
     with BatchOutput(output, [request.custom_id for request in found]) as answers:
         if url is not None:
             service = ServiceAccess(
-                url=url, api_key=o.read_api_key(api_key_file), tls=ClientTls(ca=tls_ca)
+                url=url,
+                api_key=o.read_api_key(api_key_file),
+                tls=ClientTls(ca=tls_ca, certificate=tls_certificate, key=tls_key),
             )
             counts = asyncio.run(_ask(service, found, answers, concurrency, patience))
         else:
@@ -150,7 +154,7 @@ async def _ask(
     url = service.api_url()
     with progress_bar("requests", len(requests)) as update:
         update(advance=len(answers.answered))
-        async with service_sender(url, service.api_key, service.tls.ca) as send:
+        async with service_sender(url, service.api_key, service.tls) as send:
             return await answer_requests(
                 requests,
                 answers,

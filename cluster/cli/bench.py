@@ -82,6 +82,11 @@ def bench(
     tls_ca: Annotated[
         Path | None, typer.Option(help="A PEM file with the CA of the certificate of --url.")
     ] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(help="A PEM file with your certificate for --url. A peer gets none."),
+    ] = None,
+    tls_key: o.TlsKey = None,
     peer: Annotated[
         str,
         typer.Option(
@@ -172,7 +177,8 @@ def bench(
 ) -> None:
     """Measure a running service under load."""
     check_writable({"--json": _file(json_to)})
-    server = _find_server(url, model, o.read_api_key(api_key_file), tls_ca)
+    tls = ClientTls(ca=tls_ca, certificate=tls_certificate, key=tls_key)
+    server = _find_server(url, model, o.read_api_key(api_key_file), tls)
     addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
     prompts = Workload(
@@ -208,12 +214,12 @@ def _file(json_to: str) -> Path | None:
     return None if json_to in ("", "-") else Path(json_to)
 
 
-def _find_server(url: str, model: str, api_key: str, tls_ca: Path | None) -> ServerAddress:
+def _find_server(url: str, model: str, api_key: str, tls: ClientTls) -> ServerAddress:
     """Returns the API to measure, whose address may be told by a status page at `url`."""
-    given = replace(parse_address(url, "--url", model), api_key=api_key, tls_ca=tls_ca)
+    given = replace(parse_address(url, "--url", model), api_key=api_key, tls=tls)
     if given.url.startswith("grpc"):
         return given
-    service = ServiceAccess(url=given.url, api_key=api_key, tls=ClientTls(ca=tls_ca))
+    service = ServiceAccess(url=given.url, api_key=api_key, tls=tls)
     return replace(given, url=service.api_url())
 
 

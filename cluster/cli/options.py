@@ -32,14 +32,14 @@ TlsCa = Annotated[
     Path | None,
     typer.Option(help="A PEM file with the CA of the service's certificate.", show_default=False),
 ]
-_TlsCertificate = Annotated[
+TlsCertificate = Annotated[
     Path | None,
     typer.Option(
         help="A PEM file with your certificate, for a service that demands one.",
         show_default=False,
     ),
 ]
-_TlsKey = Annotated[
+TlsKey = Annotated[
     Path | None,
     typer.Option(help="A PEM file with the key of --tls-certificate.", show_default=False),
 ]
@@ -117,8 +117,8 @@ def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., N
         "target": (_Target, None),
         "api_key_file": (ApiKeyFile, None),
         "tls_ca": (TlsCa, None),
-        "tls_certificate": (_TlsCertificate, None),
-        "tls_key": (_TlsKey, None),
+        "tls_certificate": (TlsCertificate, None),
+        "tls_key": (TlsKey, None),
     }
     added = [_keyword(name, annotation, default) for name, (annotation, default) in options.items()]
 

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -26,8 +25,8 @@ from ...router.api.openai.streaming import GenerationResponse
 from ...router.api.server.http_operations import POSTS
 from ...router.api.service import GenerationService, tandem_errors_only
 from ...router.auth.authenticator import Caller
+from ...router.client.wire import ClientTls
 from ...router.frontend.prepare import RequestContext
-from ..text_files import read_trust
 from .batch import BatchAnswer, SendRequest
 
 _CONNECT_SECONDS: Final = 10.0
@@ -62,18 +61,14 @@ def engine_sender(service: GenerationService, caller: Caller = Caller()) -> Send
 
 
 @asynccontextmanager
-async def service_sender(
-    url: str, api_key: str, tls_ca: Path | str | None
-) -> AsyncIterator[SendRequest]:
+async def service_sender(url: str, api_key: str, tls: ClientTls) -> AsyncIterator[SendRequest]:
     """Yields a function that posts requests to the server at `url`.
 
-    Raises InvalidArgument for a CA that cannot be read.
+    Raises InvalidArgument for certificates that cannot be read.
     """
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = aiohttp.TCPConnector(
-        limit=0, ssl=read_trust(tls_ca, "--tls-ca"), socket_factory=_open_socket
-    )
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls.context(), socket_factory=_open_socket)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers
     ) as session:

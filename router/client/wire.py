@@ -2,6 +2,7 @@
 
 import os
 import random
+import ssl
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -121,11 +122,8 @@ class ClientTls:
         return (self.ca, self.certificate, self.key) != (None, None, None)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. Raises InvalidArgument."""
-        if (self.certificate is None) != (self.key is None):
-            raise errors.InvalidArgument(
-                "tls_certificate and tls_key must be set together", "tls_certificate"
-            )
+        """Reads the files for gRPC. Raises InvalidArgument."""
+        self._check_pair()
         paths = (self.ca, self.key, self.certificate)
         try:
             ca, key, certificate = (
@@ -134,6 +132,26 @@ class ClientTls:
         except OSError as error:
             raise errors.InvalidArgument(f"{error.filename}: {error.strerror}", "tls") from None
         return grpc.ssl_channel_credentials(ca, key, certificate)
+
+    def context(self) -> ssl.SSLContext:
+        """Reads the files for HTTP. Raises InvalidArgument."""
+        self._check_pair()
+        name = f"{self.ca}"
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate is not None:
+                name = f"{self.certificate} or {self.key}"
+                context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:
+            reason = error.strerror or "not a certificate"
+            raise errors.InvalidArgument(f"{name}: {reason}", "tls") from None
+        return context
+
+    def _check_pair(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise errors.InvalidArgument(
+                "tls_certificate and tls_key must be set together", "tls_certificate"
+            )
 
 
 def open_channel(

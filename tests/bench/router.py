@@ -41,6 +41,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.auth.keys import create_key, load_keys
 from tandem.router.auth.tls import ServerTls, TlsConfig
+from tandem.router.client import ClientTls
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import byte_tokenizer
@@ -257,7 +258,10 @@ class _Access:
         scheme, _, place = url.partition("://")
         secure = f"{scheme}s://localhost:{place.rpartition(':')[2]}"
         return ServerAddress(
-            url=secure, model=_MODEL, api_key=self.api_key, tls_ca=Path(self.tls.certificate)
+            url=secure,
+            model=_MODEL,
+            api_key=self.api_key,
+            tls=ClientTls(ca=self.tls.certificate),
         )
 
 

@@ -254,6 +254,35 @@ async def test_tls_is_checked_and_goes_on_over_grpc(proxy: Proxy, tmp_path: Path
         await service.stop()
 
 
+async def test_load_and_batches_reach_a_service_that_demands_certificates(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    ca, (certificate, key) = make_certificate("ca"), (tmp_path / "cert", tmp_path / "key")
+    make_certificate("both sides", ca).write(certificate, key)
+    own = ("--tls-ca", str(ca.write(tmp_path / "ca")), "--tls-certificate", str(certificate))
+    files = TlsConfig(certificate=str(certificate), key=str(key), client_ca=own[1])
+    asked, answers = tmp_path / "asked", tmp_path / "answers"
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    asked.write_text(json.dumps(line | {"body": {"prompt": "hi", "max_tokens": 2}}))
+    service = SmallService(proxy)
+    await service.start(tls=ServerTls(files.load()))
+    try:
+        access = ("--url", service.http, *own, "--tls-key", str(key))
+        await run("batch", str(asked), str(answers), *access)
+        assert json.loads(answers.read_text())["response"]["status_code"] == 200
+        for url in (service.grpc, service.http, service.page):
+            await run("bench", "--url", url, *BENCH, *own, "--tls-key", str(key))
+        for url in (service.grpc, service.http):
+            with pytest.raises(TandemError):
+                await run("bench", "--url", url, *BENCH, *own[:2])
+            with pytest.raises(InvalidArgument, match="must be set together"):
+                await run("bench", "--url", url, *BENCH, *own)
+        with pytest.raises(InvalidArgument, match=r"cert or .*ca: "):
+            await run("bench", "--url", service.http, *BENCH, *own, "--tls-key", own[1])
+    finally:
+        await service.stop()
+
+
 def test_a_server_that_is_silent_or_away_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_url, "FIND_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -24,6 +24,7 @@ from tandem.cluster.local.batch import (
 )
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.api.batches.lines import BatchRequest
+from tandem.router.client import ClientTls
 from tandem.tests.damaged import NUM_INPUTS, damaged
 
 
@@ -263,7 +264,7 @@ async def test_patience_begins_at_the_first_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["", "nothing", "ftp://127.0.0.1", "http://"])
 async def test_a_wrong_url_is_refused_at_once(url: str) -> None:
-    async with batch_senders.service_sender(url, "", None) as send:
+    async with batch_senders.service_sender(url, "", ClientTls()) as send:
         with pytest.raises(InvalidArgument, match=r"--url: must be http\(s\)://HOST:PORT"):
             await send(requests("a")[0])
 
