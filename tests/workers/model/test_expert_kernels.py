@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies
 
 from tandem.tests.tiny import ROUTED, make_tiny_model
-from tandem.tests.tiny_decoders import make_tiny_decoder
+from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
 from tandem.tests.workers.model.helpers import load
 from tandem.workers.model.generic import causal_lm
 from tandem.workers.model.generic.experts import ExpertsForward
@@ -30,10 +30,19 @@ METHODS: dict[str, Callable[[], LinearMethod]] = {
     "fp8": Fp8LinearMethod,
 }
 NUM_EXPERTS, INPUTS, OUTPUTS = 7, 64, 96
+GEMMA_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 
 has_kernel = pytest.mark.skipif(
     not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)),
     reason="no product of our own with AMX",
+)
+has_hy_v4 = pytest.mark.skipif(
+    "hy_v4" not in DECODERS, reason="this release of transformers has no HY V4"
 )
 
 
@@ -174,15 +183,15 @@ def loaded(kind: str, seed: int, *, bias: bool, gated: bool) -> LinearMethod:
 @has_kernel
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize(("bias", "activation"), [(True, None), (False, "silu")])
+@pytest.mark.parametrize(
+    ("bias", "gated", "activation"),
+    [(True, False, None), (False, True, "silu"), (False, True, None)],
+)
 def test_products_have_the_bits_of_the_experts_own(
-    kind: str, bias: bool, activation: str | None
+    kind: str, bias: bool, gated: bool, activation: str | None
 ) -> None:
     """One expert has no rows, and one has more than a block."""
-    methods = [
-        loaded(kind, 10 * expert, bias=bias, gated=activation is not None)
-        for expert in range(NUM_EXPERTS)
-    ]
+    methods = [loaded(kind, 10 * expert, bias=bias, gated=gated) for expert in range(NUM_EXPERTS)]
     x = noise(40, INPUTS, seed=5).bfloat16()
     chosen = torch.tensor([[0, 2]] * 30 + [[2, 3]] * 3 + [[4, 6]] * 5 + [[0, 5], [3, 6]]).int()
     expected = torch.empty(40, 2, OUTPUTS // 2 if activation else OUTPUTS, dtype=x.dtype)
@@ -197,7 +206,7 @@ def test_products_have_the_bits_of_the_experts_own(
     assert not can_pack([*methods, loaded(kind, 0, bias=not bias, gated=False)])
     packed = PackedExperts(methods)
     assert not methods, "their memory is free"
-    assert packed.alternates == (activation is not None)
+    assert packed.alternates == gated
     for part in (slice(0, 40), slice(39, 40), slice(28, 36)):
         choices = experts.sort_choices(chosen[part].contiguous(), NUM_EXPERTS)
         found = packed.multiply(cpu.gather(x[part], choices.tokens), choices, activation)
@@ -259,11 +268,21 @@ def module_with_experts(folder: Path) -> Any:
 
 
 @has_kernel
-@pytest.mark.parametrize("kind", ["deepseek_v2", "glm4_moe", "granitemoe"])
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("deepseek_v2", {}),
+        ("glm4_moe", {}),
+        ("granitemoe", {}),
+        ("glm4_moe", {"hidden_act": "gelu"}),
+        ("gemma4_text", GEMMA_EXPERTS),  # GELU
+        pytest.param("hy_v4", {}, marks=has_hy_v4),  # a gate of its own, with limits
+    ],
+)
 def test_experts_of_transformers_modules(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_tiny_decoder(tmp_path, kind)
+    folder = make_tiny_decoder(tmp_path, kind, **overrides)
     ours = module_with_experts(folder)
     monkeypatch.setattr(causal_lm, "use_packed_experts", lambda model: None)
     theirs = module_with_experts(folder)

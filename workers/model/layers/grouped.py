@@ -106,10 +106,16 @@ class PackedExperts:
     ) -> torch.Tensor:
         """Maps sorted rows x [num_rows, inputs] to [num_rows, outputs].
 
-        With `activation`, which requires `alternates`, the result is activation(gate) * up,
-        [num_rows, outputs / 2].
+        Gates come before ups. With `activation`, which requires `alternates`, the result is
+        activation(gate) * up, [num_rows, outputs / 2].
         """
-        groups = choices.groups
+        y = self._multiply(x, choices.groups, activation)
+        return cpu.apart(y) if self.alternates and activation is None else y
+
+    def _multiply(
+        self, x: torch.Tensor, groups: torch.Tensor, activation: str | None
+    ) -> torch.Tensor:
+        """Returns the outputs as the weight has them: gate and up alternate with `alternates`."""
         if self._scales is not None and self._scales.dtype is torch.bfloat16:
             numbers = (self._weight, self._scales, self._zeros)
             return cpu.linear_int(

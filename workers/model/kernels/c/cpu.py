@@ -279,7 +279,8 @@ def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def apart(y: torch.Tensor) -> torch.Tensor:
     """Reorders the outputs [rows, 2 * outputs] of an alternated weight: gates first."""
-    return y.view(len(y), -1, 2, _PANEL // 2).transpose(1, 2).reshape(y.shape)
+    rows, outputs = y.shape
+    return y.view(rows, outputs // _PANEL, 2, _PANEL // 2).transpose(1, 2).reshape(y.shape)
 
 
 def linear(
