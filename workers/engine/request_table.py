@@ -66,14 +66,16 @@ class RequestTable:
         """Returns the number of prompt tokens to compute.
 
         Counts waiting and running prompts, and the part of importing prompts that is not imported.
-        Safe from any thread because the copies are atomic.
+        Safe from any thread because the copies are atomic. An import may end and a prompt may run
+        meanwhile, so each number is read once and counts as at least 0.
         """
         queued = sum(s.num_tokens for s in tuple(self.waiting) if s.spec.task is not Task.DECODE)
         importing = [
             s for s in self.sequences.copy().values() if s.state is State.IMPORTING and s.importing
         ]
-        rest = sum(s.num_uncomputed - len(s.importing) * self.config.block_size for s in importing)
-        running = sum(s.num_uncomputed for s in tuple(self.running) if s.num_uncomputed > 1)
+        block_size = self.config.block_size
+        rest = sum(max(s.num_uncomputed - len(s.importing) * block_size, 0) for s in importing)
+        running = sum(count for s in tuple(self.running) if (count := s.num_uncomputed) > 1)
         return queued + rest + running
 
     def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:

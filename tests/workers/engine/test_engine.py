@@ -23,7 +23,7 @@ from tandem.tests.workers.engine.drive import (
 from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.tests.workers.engine.harness import SeqEvent, engine_config
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import (
     Admitted,
@@ -403,6 +403,31 @@ def test_what_comes_from_elsewhere_is_no_time_of_the_prefill() -> None:
     engine.cancel(1)
     engine.step()
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])  # 3: the prompt that runs, if it is read twice
+def test_load_is_not_negative_while_the_engine_runs(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop reads it: here the engine runs in the middle of one of its reads."""
+    config = EngineConfig(num_blocks=16, block_size=4, budgets=Budgets(chunk_tokens=8))
+    engine = Engine(FakeExecutor(16, 4), config)
+    engine.submit(replace(spec(1), num_remote=8))
+    engine.submit(spec(2, max_tokens=9))
+    engine.step()
+    reads = itertools.count(1)
+
+    def count_uncomputed(sequence: Sequence) -> int:
+        num_tokens = sequence.num_tokens
+        if next(reads) == number:
+            engine.commit_prefix(1, 0)
+            for _ in range(6):
+                engine.step()
+        return num_tokens - sequence.num_computed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "num_uncomputed", property(count_uncomputed))
+        assert engine.requests.waiting_tokens >= 0
 
 
 def test_after_a_failed_step_every_block_can_still_be_freed(worker: MakeWorker) -> None:
