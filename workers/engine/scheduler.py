@@ -29,7 +29,8 @@ class Scheduler:
     sequence that needs only its next token. Then it takes chunks of prompts by
     `SequenceSpec.order`. Among equal prompts, running ones come first, in order of admission; then
     come prompts from the queue, in order of arrival. The head of the queue waits until its blocks
-    are free, and no sequence behind it overtakes it. A prompt that resumes an interrupted stream
+    are free, and no sequence behind it overtakes it. A DECODE at the head does not wait for running
+    prompts, because its import takes no part of a step. A prompt that resumes an interrupted stream
     shares its steps with no new prompt, because the stream would wait for the new prompt's tokens.
     Not thread-safe.
 
@@ -162,6 +163,7 @@ class Scheduler:
             for sequence in decodes
         ]
         is_expedited = self._add_prompts(cost, steps, prompts, copies, events)
+        events += self._admit_imports()
         return self._plan(steps, copies, is_expedited), events
 
     def _add_prompts(
@@ -282,6 +284,18 @@ class Scheduler:
             if sequence.state is State.RUNNING and not sequence.needs_mask:
                 return sequence
         return prompts.pop(0) if prompts else None
+
+    def _admit_imports(self) -> list[Admitted]:
+        """Admits the sequences at the head of the queue whose KV cache comes from elsewhere.
+
+        They need blocks but compute nothing, so they do not wait for the end of running prompts.
+        These have their blocks for the step already.
+        """
+        waiting = self._requests.waiting
+        events: list[Admitted] = []
+        while waiting and waiting[0].spec.task is Task.DECODE and self._can_admit():
+            events.append(self._admit(waiting[0]))
+        return events
 
     def _is_next_resumed(self, prompts: list[Sequence]) -> bool:
         """Returns True if the next running or waiting prompt resumes an interrupted stream."""

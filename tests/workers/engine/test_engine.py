@@ -170,6 +170,26 @@ def test_nobody_overtakes_the_head_of_the_queue(worker: MakeWorker) -> None:
     )
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_decode_is_admitted_beside_a_prompt_that_takes_the_whole_budget(
+    worker: MakeWorker, resumed: bool
+) -> None:
+    """Its KV cache comes from elsewhere, so it needs nothing of the step but blocks."""
+    target = worker(num_blocks=40, mixed_chunk_tokens=2)
+    target.submit(spec(1, max_tokens=40))
+    target.step()
+    target.submit(spec(2, tuple(range(60)), first_index=int(resumed)))
+    target.submit(spec(3, task=Task.DECODE))
+    target.submit(spec(4, PROMPT[:4]))
+    target.submit(spec(5, task=Task.DECODE))
+    events = target.step() + target.step()
+    admitted = [event.id for event in events if isinstance(event, Admitted)]
+    assert admitted == [2, 3], "the prompt 4 waits for the budget, and 5 does not overtake it"
+    steps = target.executor.plans[-1].sequences
+    assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, 2)]
+    assert target.engine.requests.running[-1].spec.id == 2
+
+
 def test_full_queue_refuses_and_holds_nothing_of_it(worker: MakeWorker) -> None:
     target = worker(max_waiting=2)
     target.submit(spec(1))
