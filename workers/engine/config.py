@@ -132,7 +132,8 @@ class Budgets:
             return most
         if cost.is_decode_due:
             return 0
-        num_joining = min(num_prompts, self.max_sequences - num_decodes)
+        # After a change of the role there may be more decodes than the new role has sequences.
+        num_joining = min(num_prompts, max(self.max_sequences - num_decodes, 0))
         return int(min(most, cost.tokens_beside(self.mixed_step_factor, num_rows, num_joining)))
 
     def more_prompt_tokens(self, cost: StepCost, num_tokens: int, most: int) -> int:

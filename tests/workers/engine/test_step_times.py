@@ -1,7 +1,7 @@
 """Tests that chunks beside decodes are limited by time, for models of any speed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from tandem.tests.workers.engine.null import NullExecutor
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
-from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
+from tandem.workers.engine.plan import CpuShare, OnLayers, Samples, StepPlan
 from tandem.workers.step_cost import LEAST_CHUNK
 
 
@@ -172,6 +172,21 @@ def test_a_long_prompt_gets_its_share_of_the_time(factor: float, token: float) -
     beside.until_first_tokens([number])
     share = (factor - 1) / factor
     assert beside.first[number] - started <= 1.15 * alone.executor.now / share
+
+
+def test_a_prompt_keeps_its_share_beside_more_decodes_than_a_new_role_has() -> None:
+    run = Run(Speed(token=2e-4), budgets())
+    run.until_first_tokens([run.submit(20, 4000) for _ in range(30)])
+    number = run.submit(4000, 1)
+    for _ in range(8):
+        run.step()
+    run.engine.take_role(replace(run.budgets, max_sequences=2), CpuShare())
+    run.steps.clear()
+    run.until_first_tokens([number])
+    chunks = [step.num_tokens for step in run.steps if step.num_tokens][:-1]
+    share = run.speed.seconds(30) / run.speed.token
+    assert len(chunks) >= 10
+    assert all(0.8 * share <= tokens <= 1.2 * share for tokens in chunks)
 
 
 def test_the_fixed_time_of_prompts_stays_a_third_of_their_time() -> None:
