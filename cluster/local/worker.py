@@ -4,7 +4,7 @@ from typing import Final
 
 from ...proto.identity import PeerIdentity
 from ...workers.engine.block_table import NUM_STATES, PREFILL_STATES
-from ...workers.engine.config import Budgets
+from ...workers.engine.config import Budgets, SpeculativeConfig
 from ...workers.engine.plan import CpuShare
 from ...workers.host.threads import available_cores
 from ...workers.serve.worker import RoleConfig, WorkerConfig
@@ -48,8 +48,12 @@ def worker_config(
     pool.
     """
     pool = config.pools[role]
+    speculative = config.speculative
+    if role == "prefill" and speculative is not None and speculative.model is not None:
+        # It does not load the draft model, and streams must not wait for its drafts.
+        speculative = None
     roles: dict[str, RoleConfig] = {
-        name: _role_config(config, name, each.num_threads or num_threads)
+        name: _role_config(config, name, each.num_threads or num_threads, speculative)
         for name, each in config.pools.items()
     }
     budgets = roles[role].budgets
@@ -59,7 +63,7 @@ def worker_config(
         identity=identity,
         dtype=config.dtype,
         quantization=config.quantization,
-        draft_model=config.speculative.model if config.speculative and role == "decode" else None,
+        draft_model=None if speculative is None else speculative.model,
         kv_cache_dtype=config.kv_cache_dtype,
         device=config.device,
         batch_invariant=config.numerics == "exact",
@@ -96,7 +100,9 @@ def worker_config(
     )
 
 
-def _role_config(config: TandemConfig, role: PoolRole, num_threads: int) -> RoleConfig:
+def _role_config(
+    config: TandemConfig, role: PoolRole, num_threads: int, speculative: SpeculativeConfig | None
+) -> RoleConfig:
     """Returns the settings that a worker takes from the pool `role` with this role."""
     pool = config.pools[role]
     budgets = Budgets(
@@ -105,7 +111,7 @@ def _role_config(config: TandemConfig, role: PoolRole, num_threads: int) -> Role
         mixed_step_factor=pool.mixed_step_factor,
         max_sequences=config.max_sequences(pool),
         prefix_caching=config.prefix_caching,
-        speculative=config.speculative,
+        speculative=speculative,
     )
     nice = _PREFILL_NICE if role == "prefill" else 0
     return RoleConfig(budgets=budgets, share=CpuShare(nice=nice, num_threads=pool.num_threads or 0))

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
@@ -202,6 +202,26 @@ def test_state_slots_reach_a_worker_with_the_states_of_one_sequence() -> None:
     )
     assert (prefill.state_slots, prefill.max_sequences, prefill.sequence_states) == (9, 64, 3)
     assert (decode.state_slots, decode.max_sequences, decode.sequence_states) == (None, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "kept"),
+    [
+        ({"model": "small"}, ["decode"]),
+        ({"method": "ngram"}, ["prefill", "decode"]),
+    ],
+)
+def test_a_worker_without_a_draft_model_waits_for_no_drafts(
+    speculative: dict[str, str], kept: list[str]
+) -> None:
+    """Not in another role either: it loads no model when it takes one."""
+    config = load_config(None, {"model": "m", "speculative": speculative})
+    for role in get_args(PoolRole):
+        made = worker_config(config, role, "/m", 1, IDENTITY, host="127.0.0.1", ranks_per_node=1)
+        expected = config.speculative if role in kept else None
+        assert made.rank.draft_model == (expected.model if expected else None)
+        assert made.budgets.speculative == expected
+        assert [each.budgets.speculative for each in made.roles.values()] == [expected] * 2
 
 
 @pytest.mark.parametrize(("key", "sees_loads"), [("ada", False), ("ops", True)])
