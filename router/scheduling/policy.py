@@ -66,10 +66,11 @@ class Candidate(NamedTuple):
     num_requests: int  # waiting and running sequences
     free_tokens: int  # KV cache tokens that are free or cached
     num_pending: int = 0  # prompts that the worker still has to compute
-    matched_tokens: int = 0  # tokens of this prompt in the worker's prefix cache
     max_sequences: int = 0  # 0: unknown
     mixed_chunk_tokens: int = 0  # 0: unknown
     cost: KvCost = NEUTRAL_COST  # of KV cache
+    # The fields from here on can differ between two placements without a report of the worker.
+    matched_tokens: int = 0  # tokens of this prompt in the worker's prefix cache
     prefill: LinearCost = NEUTRAL_PREFILL  # of prompt tokens
     transfer: LinearCost = NEUTRAL_TRANSFER  # of bytes, from or to this worker
     step_seconds: float = NEUTRAL_STEP_SECONDS

@@ -89,7 +89,10 @@ class Matches(Mapping[str, int]):
         `get` costs an exception for each worker that holds nothing.
         """
         bit = self._caches[worker_id].bit
-        return next((num_tokens for num_tokens, bits in self._levels if bits & bit), 0)
+        for num_tokens, bits in self._levels:
+            if bits & bit:
+                return num_tokens
+        return 0
 
     def __iter__(self) -> Iterator[str]:
         return (worker_id for _, bits in self._levels for worker_id in self._named(_numbers(bits)))

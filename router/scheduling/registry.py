@@ -17,7 +17,6 @@ from ..request import TokenRequest
 from .capacity import required_capacity, used_capacity
 from .policy import (
     NEUTRAL_PREFILL,
-    NEUTRAL_STEP_SECONDS,
     Candidate,
     Placement,
     choose_holder,
@@ -257,16 +256,15 @@ class WorkerRegistry:
         holders = matched.longest(_DECODE, MAX_CANDIDATES, self._rng)
         decode = self.capacity.pool(_DECODE)
         others = [
-            decode.candidate(worker_id, num_tokens)
-            for worker_id, num_tokens in holders
+            worker_id
+            for worker_id, _ in holders
             if (other := self._workers[worker_id]).takes_requests
             and other.info.address
             and other.info.layout == worker.info.layout
         ]
+        (own,) = self.capacity.pool(worker.info.role).candidates([prefill], matched)
         chosen = choose_holder(
-            len(request.submit.token_ids),
-            self.capacity.pool(worker.info.role).candidate(prefill, matched.get(prefill, 0)),
-            others,
+            len(request.submit.token_ids), own, decode.candidates(others, matched)
         )
         if chosen is None:
             return None
@@ -307,7 +305,7 @@ class WorkerRegistry:
             )
             worker.add(request.request_id, used, prefix, is_resumed=is_resumed)
             if used.prompt_tokens:
-                cost = self._speeds.prefill_cost(worker)
+                cost = self._speeds.prefill_cost(worker.info.role, worker_id)
                 self.prefill_tokens += used.uncached_tokens
                 self.prefill_seconds += cost.seconds(used.uncached_tokens)
             self._prefixes.expect(worker_id, prefix)
@@ -374,11 +372,7 @@ class WorkerRegistry:
         found = pool.select(
             matched, avoid, computes=computes, is_resumed=is_resumed, affinity=affinity
         )
-        steps = filter(None, [self._workers[each].load.step_seconds for each in found])
-        step_seconds = min(steps, default=NEUTRAL_STEP_SECONDS)
-        candidates = [
-            pool.candidate(each, matched.num_tokens(each), step_seconds) for each in found
-        ]
+        candidates = pool.candidates(found, matched)
         return [self._ahead(each) for each in candidates] if is_resumed else candidates
 
     def _ahead(self, candidate: Candidate) -> Candidate:

@@ -34,15 +34,21 @@ class WorkerSpeeds:
         self._prefill[worker.info.role].forget(worker.info.worker_id)
         self.transfer.forget(worker.info.worker_id)
 
-    def prefill_cost(self, worker: WorkerState) -> LinearCost:
-        """Returns the cost of a prompt; without observations of its role, the other role's best."""
-        own = self._prefill[worker.info.role]
-        return own.cost(worker.info.worker_id) if own.known else self._best(worker.info.role)
+    def prefill_cost(self, role: "worker_pb2.Role", worker_id: str) -> LinearCost:
+        """Returns the cost of a prompt on a worker.
+
+        Without observations of its role, this is the cost on the fastest worker of the other role.
+        """
+        own = self._prefill[role]
+        return own.cost(worker_id) if own.known else self._best(role)
 
     def token_seconds(self, worker: WorkerState) -> float:
         """Returns the seconds per prompt token of a busy worker, as reported or else predicted."""
         reported = worker.load.prompt_token_seconds
-        return max(reported or self.prefill_cost(worker).each, _MIN_SECONDS)
+        if reported:
+            return max(reported, _MIN_SECONDS)
+        info = worker.info
+        return max(self.prefill_cost(info.role, info.worker_id).each, _MIN_SECONDS)
 
     def is_measured(self, worker: WorkerState) -> bool:
         """Returns True if the worker has reported its speed, or this router has observed it."""
