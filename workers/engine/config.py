@@ -101,7 +101,10 @@ class Budgets:
 
     @property
     def max_step_rows(self) -> int:
-        """Returns the maximum of rows of logits in a step: of sequences and their draft tokens."""
+        """Returns the maximum of samples in a step: of sequences and after their draft tokens.
+
+        One request whose choices have more samples than that still runs.
+        """
         return max(self.max_sequences, self.speculative.max_step_tokens if self.speculative else 0)
 
     @property

@@ -8,6 +8,7 @@ budgets, and the order in which sequences get and lose blocks.
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from math import inf
 
 from ..kv_cache.tables import TableBlocks
 from ..step_cost import StepCost
@@ -157,7 +158,7 @@ class Scheduler:
             for sequence in decodes
             if sequence.state is State.RUNNING and not self._is_stalled(sequence)
         ]
-        drafts = self._draft(decodes)
+        drafts = self._draft(decodes, has_prompts=bool(prompts or self._requests.waiting))
         steps = [
             self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ()))
             for sequence in decodes
@@ -185,15 +186,25 @@ class Scheduler:
             num_rows=sum(len(step.token_ids) for step in steps),
             num_prompts=len(prompts) + len(self._requests.waiting),
         )
+        num_sampled = sum(step.num_samples for step in steps)
+        num_rows_left = self._config.budgets.max_step_rows - num_sampled
+        # The first prompt that ends may sample more, because decodes may never leave so many rows.
+        is_first = all(step.num_samples <= 1 + step.num_draft for step in steps)
         prompts.sort(key=lambda sequence: sequence.spec.order)
         is_expedited = False
-        while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
+        while budget > 0:
+            prompt = self._next_prompt(prompts, inf if is_first else num_rows_left, events)
+            if prompt is None:
+                break
             count = self._extend(prompt, min(prompt.num_unscheduled, budget))
             if not count:
                 events += map(_preempted, self._requests.abort(prompt))
                 continue
-            steps.append(self._step(prompt, count, copies))
+            step = self._step(prompt, count, copies)
+            steps.append(step)
             budget -= count
+            num_rows_left -= step.num_samples
+            is_first &= not step.num_samples
             if not num_decodes and len(steps) == 1:
                 budget = self.budgets.more_prompt_tokens(cost, count, budget)
             is_expedited |= prompt.spec.is_resumed
@@ -266,10 +277,13 @@ class Scheduler:
             self._prepare_masks(constrained)
         )
 
-    def _next_prompt(self, prompts: list[Sequence], events: list[Event]) -> Sequence | None:
+    def _next_prompt(
+        self, prompts: list[Sequence], num_rows: float, events: list[Event]
+    ) -> Sequence | None:
         """Removes and returns the first running prompt, or admits one from the queue.
 
         Admits from the queue if there is no running prompt or if the queue's head sorts before it.
+        Returns None if the next prompt could sample more than `num_rows` tokens.
         """
         waiting = self._requests.waiting
         while prompts and prompts[0].state is not State.RUNNING:  # preempted meanwhile
@@ -280,10 +294,14 @@ class Scheduler:
             and self._can_admit()
         ):
             sequence = waiting[0]
+            if sequence.num_samples > num_rows:
+                return None
             events.append(self._admit(sequence))
             if sequence.state is State.RUNNING and not sequence.needs_mask:
                 return sequence
-        return prompts.pop(0) if prompts else None
+        if not prompts or prompts[0].num_samples > num_rows:
+            return None
+        return prompts.pop(0)
 
     def _admit_imports(self) -> list[Admitted]:
         """Admits the sequences at the head of the queue whose KV cache comes from elsewhere.
@@ -416,14 +434,19 @@ class Scheduler:
             self._guess(sequence, sequence.max_length - sequence.num_tokens - 1)
         )
 
-    def _draft(self, decodes: Items[Sequence]) -> dict[int, tuple[int, ...]]:
+    def _draft(self, decodes: Items[Sequence], *, has_prompts: bool) -> dict[int, tuple[int, ...]]:
         """Returns drafts for `decodes` by sequence id, and gives the sequences blocks for them.
 
-        The room is `max_step_tokens` tokens and the available blocks. Preempts no sequence.
+        The room is `max_step_tokens` tokens and the available blocks. With `has_prompts`, a row of
+        the step is left for the end of a prompt. Preempts no sequence.
         """
         if self._speculative is None:
             return {}
-        room = self._speculative.max_step_tokens - len(decodes)
+        num_sampled = sum(sequence.num_samples for sequence in decodes)
+        room = min(
+            self._speculative.max_step_tokens - len(decodes),
+            self._config.budgets.max_step_rows - num_sampled - has_prompts,
+        )
         drafts: dict[int, tuple[int, ...]] = {}
         requests = []
         for sequence in decodes:

@@ -254,6 +254,10 @@ class Worker:
                 known = sum(len(step.token_ids) for step in decodes if step.sampling is None)
                 assert known <= budgets.speculative.max_step_tokens
             assert len(plan.sequences) <= budgets.max_sequences
+            num_rows = sum(step.num_samples for step in plan.sequences)
+            most = max((step.num_samples - step.num_draft for step in plan.sequences), default=1)
+            # No request with several samples is kept from running beside decodes.
+            assert num_rows - max(most - 1, 0) <= budgets.max_step_rows
             assert not any(
                 step.sampling and PENDING_TOKEN in step.token_ids for step in plan.sequences
             )

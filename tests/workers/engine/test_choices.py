@@ -206,6 +206,26 @@ def test_a_prefill_reports_all_first_tokens_and_then_its_end(worker: MakeWorker)
     target.check_idle()
 
 
+def test_a_step_samples_no_more_than_its_memory_was_measured_for(worker: MakeWorker) -> None:
+    """Except for a request that has more choices; the head of the queue is not overtaken."""
+    target = worker(chunk_tokens=64, max_sequences=4)
+    for number, num_choices in ((10, 2), (20, 2), (30, 1), (40, 6)):
+        target.submit(spec(number, task=Task.PREFILL, num_choices=num_choices))
+    events = run(target)
+    sampled = [
+        {step.sequence_id: step.num_samples for step in plan.sequences if step.num_samples}
+        for plan in target.executor.plans
+        if plan.sequences
+    ]
+    assert sampled == [{10: 2, 20: 2}, {30: 1}, {40: 6}]
+    for number, num_choices in ((10, 2), (20, 2), (30, 1), (40, 6)):
+        assert choices_of(events, number, num_choices) == [
+            tokens[:1] for tokens in wanted(num_choices, 1)
+        ]
+        target.engine.cancel(number)
+    target.check_idle()
+
+
 def test_a_prefill_whose_choices_all_finish_leases_nothing(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, max_tokens=1))

@@ -72,6 +72,27 @@ def counts(events: Sequence[SeqEvent]) -> list[int]:
     return [len(event.token_ids) for event in events if isinstance(event, NewTokens)]
 
 
+def test_prompts_end_beside_drafts_within_the_rows_of_a_step(worker: MakeWorker) -> None:
+    """Drafts would fill the step, but leave a row for the end of a prompt."""
+    speculative = SpeculativeConfig(max_step_tokens=8)
+    target, _ = start(
+        worker, spec(1, max_tokens=40), right(7), speculative=speculative, max_sequences=6
+    )
+    for _ in range(3):
+        target.step()
+    for number in range(2, 7):
+        target.submit(spec(number, (number,) * 3, max_tokens=1))
+    target.step()
+    plan = target.executor.plans[-1]
+    steps = [(step.sequence_id, step.num_draft, step.num_samples) for step in plan.sequences]
+    assert steps == [(1, 6, 7), (2, 0, 1)]
+    events = run(target)
+    assert all(finish_of(events, number) for number in range(3, 7))
+    for plan in target.executor.plans:
+        assert sum(step.num_samples for step in plan.sequences) <= 8
+    target.check_idle()
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_right_guesses_come_as_one_event(worker: MakeWorker, block_size: int) -> None:
     target, drafter = start(
