@@ -91,12 +91,12 @@ class Engine:
         not fit on an empty worker. After an error the engine holds nothing of the sequence.
         """
         budgets = self.scheduler.budgets
-        num_states = self.scheduler.num_states(spec)
-        if num_states > self.config.num_states:
-            raise ValueError(
-                f"the request takes {num_states} states; {self.config.num_states} are available"
-            )
         if not self.scheduler.fits(spec):
+            num_states = self.scheduler.num_states(spec)
+            if num_states > self.config.num_states:
+                raise ValueError(
+                    f"the request takes {num_states} states; {self.config.num_states} are available"
+                )
             times = f"{spec.num_choices} times " if spec.num_choices > 1 else ""
             capacity = f"{self.config.capacity_tokens} tokens, {budgets.max_sequences} sequences"
             raise ValueError(

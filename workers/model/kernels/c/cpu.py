@@ -21,11 +21,8 @@ Numbers are 0 to 255, inputs -127 to 127, and the sum of their products has 32 b
 """
 _MAX_HEAD_DIM: Final = 576  # as in common.h
 _PANEL: Final = 32  # as in linear.c
-# Suffixes of kernels by the dtype of a quantized KV cache.
-ACTIVATIONS: Final = ("silu", "gelu_tanh")
-# Forms of a product, as in linear.h.
-DOT_PRODUCT: Final = 1
-WIDENED: Final = 2
+ACTIVATIONS: Final = ("silu", "gelu_tanh")  # in the order of common.h
+WIDENED: Final = 2  # a form of a product, as in linear.h
 
 PackedNumbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Numbers, scales and zeros from `pack_linear_int` or `pack_linear_fp8`."""
