@@ -179,12 +179,14 @@ class Pool:
         """Returns a worker as the policy sees it; `step_seconds` is as last counted by default."""
         counted = self._counted[worker_id].candidate
         # By position, because a placement does this 40 times and `_replace` takes twice as long.
-        return Candidate(
-            *counted[:_NUM_COUNTED_FIELDS],
-            matched_tokens,
-            self._speeds.prefill_cost(self._role, worker_id),
-            self._speeds.transfer.cost(worker_id),
-            counted.step_seconds if step_seconds is None else step_seconds,
+        return Candidate._make(
+            (
+                *counted[:_NUM_COUNTED_FIELDS],
+                matched_tokens,
+                self._speeds.prefill_cost(self._role, worker_id),
+                self._speeds.transfer.cost(worker_id),
+                counted.step_seconds if step_seconds is None else step_seconds,
+            )
         )
 
     def _measure(self, worker: WorkerState) -> _Counted:
