@@ -113,8 +113,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""
-        problem = getattr(error, "problem", None)
-        why = f": {problem}" if problem else ""
+        why = ""
+        if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+            why = f": {error.problem}"
         raise InvalidArgument(f"{path}: {where}not valid YAML{why}") from None
     if tree is None:
         return {}

@@ -81,6 +81,7 @@ _SPARSE: Final = (
     *(
         "afmoe",
         "aria_text",
+        "beam",
         "cohere2_moe",
         "ernie4_5_moe",
         "exaone_moe",

@@ -15,7 +15,7 @@ from tandem.proto.errors import InvalidArgument
 def test_two_workers_are_measured(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     args = ["plan", "measure", str(tiny_model), "--seconds", "5", "--workers", "2"]
-    result = CliRunner().invoke(app, [*args, "--context-tokens", "192", "--out", str(out)])
+    result = CliRunner().invoke(app, [*args, "--context-tokens", "256", "--out", str(out)])
     assert result.exception is None, result.output
     assert "leave-one-out error" in result.stdout
     profile = read_profile(out)

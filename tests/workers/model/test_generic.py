@@ -234,6 +234,15 @@ def test_a_decoder_that_counts_positions_by_itself_is_refused(tmp_path: Path, ki
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["roberta", "camembert", "xlm-roberta-xl"])
+def test_a_decoder_whose_positions_begin_past_its_padding_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    write_config(tmp_path, kind, is_decoder=True, num_hidden_layers=2, pad_token_id=1)
+    with pytest.raises(CheckpointError, match=r"^config.json: architectures: .* padding token"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_window_that_only_a_mask_would_know_is_refused(tmp_path: Path) -> None:
     write_config(
         tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=255

@@ -77,7 +77,15 @@ def _rotary(module: nn.Module, config: Any, dtype: torch.dtype) -> Forward | Non
         return None
     kinds: list[tuple[str, ...]] = [()]
     if given[2:]:
-        kinds = [(kind,) for kind in sorted(set(config.layer_types)) if kind in LAYER_TYPES]
+        # Layers of a kind without parameters have no rotary positions.
+        parameters = getattr(config, "rope_parameters", None) or {}
+        kinds = [
+            (kind,)
+            for kind in sorted(set(config.layer_types))
+            if kind in LAYER_TYPES and parameters.get(kind, parameters) is not None
+        ]
+        if not kinds:
+            return None
     like = torch.zeros(1, 1, 1, dtype=dtype)
     positions = torch.arange(config.max_position_embeddings)[None]
     try:

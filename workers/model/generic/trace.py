@@ -32,6 +32,7 @@ _IGNORED: Final = {
     "return_dict",
     "use_cache",
 }
+_COUNTS_PAST_PADDING: Final = "create_position_ids_from_input_ids"  # a method of embeddings
 _UNDERSTOOD: Final = {"scaling", "sliding_window", "softcap", "s_aux", "sinks"}
 
 
@@ -168,6 +169,12 @@ def trace_layers(
             "architectures",
             f"{type(decoder).__name__} counts positions by itself, in the row of a batch, and "
             "takes no position_ids",
+        )
+    if any(hasattr(module, _COUNTS_PAST_PADDING) for module in decoder.modules()):
+        raise fields.error(
+            "architectures",
+            f"{type(decoder).__name__} counts positions from the number of its padding token on; "
+            "only positions from 0 on are supported",
         )
     if "sliding_window" not in found.options:
         _check_no_window(config, fields)

@@ -178,6 +178,8 @@ def parse_granite_hybrid_config(fields: Fields) -> ModelConfig:
         rope=lambda index: rope,
         states=lambda index: states if kinds[index] == _MAMBA else (),
     )
+    if config.activation != "silu":  # mixers and experts have no other one
+        raise fields.error("hidden_act", "must be silu")
     experts = None
     if num_experts := fields.integer("num_local_experts", 8, minimum=0):
         experts = ExpertsConfig(

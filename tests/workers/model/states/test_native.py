@@ -270,6 +270,7 @@ def test_published_names_of_fields_mean_the_same(
     [
         ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types: must be a list of 3"),
         ("granite_hybrid", {"mamba_n_heads": 7}, "mamba_n_heads: 7 heads of 16 are not the 128"),
+        ("granite_hybrid", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: must be silu"),
         ("granite_hybrid", {"mamba_n_groups": 3}, "mamba_n_groups: 3 does not divide the 8 heads"),
         ("granite_hybrid", {"time_step_limit": [1.0, 0.5]}, "time_step_limit: must be ascending"),
         ("granite_hybrid", {"time_step_limit": "all"}, "time_step_limit: must be two numbers"),
