@@ -177,7 +177,8 @@ def _exclusive(path: Path) -> Iterator[None]:
 def _write(path: Path, keys: list[ApiKey]) -> None:
     """Replaces the file atomically, so that readers see the old keys or the new keys.
 
-    A new file is readable by its owner only.
+    A new file is readable by its owner only. A replaced file keeps its owner, group and mode, so
+    that the router can still read it after a command of another user, for example root.
     """
     text = KeyFile(keys=keys).model_dump_json(indent=2, exclude_none=True) + "\n"
     target = path.resolve()  # replaces the file that a link names, not the link
@@ -189,7 +190,7 @@ def _write(path: Path, keys: list[ApiKey]) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             if target.exists():
-                os.chmod(made, target.stat().st_mode & 0o777)
+                _copy_rights(target, made)
             os.replace(made, target)
         except BaseException:
             with suppress(OSError):
@@ -197,3 +198,17 @@ def _write(path: Path, keys: list[ApiKey]) -> None:
             raise
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", "keys_file") from None
+
+
+def _copy_rights(source: Path, target: str) -> None:
+    """Gives `target` the owner, group and mode of `source`. Raises InvalidArgument."""
+    found = source.stat()
+    try:
+        os.chown(target, found.st_uid, found.st_gid)
+    except OSError as error:
+        raise InvalidArgument(
+            f"{source}: its owner and group cannot be kept: {error.strerror}; run the command as "
+            "the owner of the file or root",
+            "keys_file",
+        ) from None
+    os.chmod(target, found.st_mode & 0o777)  # after chown: before, it could let others read

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,6 +71,33 @@ def test_keys_are_added_and_revoked_by_name(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     with pytest.raises(NotFound):
         revoke_key(path, "b")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+def test_the_owner_of_the_file_stays(path: Path) -> None:
+    """Otherwise, after `sudo tandem key revoke`, the router cannot read the file any more."""
+    create_key(path, name="a", tenant="t")
+    create_key(path, name="b", tenant="t")
+    os.chown(path, 1234, 5678)
+    revoke_key(path, "a")
+    assert (path.stat().st_uid, path.stat().st_gid) == (1234, 5678)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_whose_owner_cannot_be_kept_is_not_replaced(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_key(path, name="a", tenant="t")
+    before = path.read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", refuse)
+    with pytest.raises(InvalidArgument, match="run the command as the owner of the file or root"):
+        revoke_key(path, "a")
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
