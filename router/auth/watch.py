@@ -19,8 +19,9 @@ _T = TypeVar("_T")
 class FileWatch(Generic[_T]):
     """Loads a value from files, and again when a file is replaced or changed.
 
-    If the new value cannot be loaded, the old one stays in use. A check costs one stat per file and
-    second, and detects a changed link to a folder as well.
+    If the new value cannot be loaded, the old one stays in use, and each check tries again: the
+    reason may pass, for example too many open files. A check costs one stat per file and second,
+    and detects a changed link to a folder as well.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class FileWatch(Generic[_T]):
         self._load = load
         self._use = use
         self._seen = self._stamps()  # before `load`: the next check finds a change made meanwhile
+        self._problem = ""  # the reason why the files as they are now are not in use
         use(load())
 
     async def run(self) -> None:
@@ -43,16 +45,23 @@ class FileWatch(Generic[_T]):
             await self.check()
 
     async def check(self) -> None:
-        """Checks the files once and reloads them after a change."""
+        """Checks the files once and reloads them after a change. Logs each new problem once."""
         found = self._stamps()
         if found == self._seen:
+            self._problem = ""
             return
-        self._seen = found
         try:
             value = await asyncio.to_thread(self._load)
         except InvalidArgument as error:
-            _log.warning("a changed file is wrong, so its earlier content stays in use: %s", error)
+            if self._problem != (problem := str(error)):
+                self._problem = problem
+                _log.warning(
+                    "a changed file cannot be loaded, so its earlier content stays in use: %s",
+                    problem,
+                )
         else:
+            self._seen = found
+            self._problem = ""
             self._use(value)
 
     def _stamps(self) -> list[tuple[int, ...] | None]:

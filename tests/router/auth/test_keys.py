@@ -185,6 +185,35 @@ async def test_a_changed_file_is_loaded_and_a_broken_one_is_not(
     assert [key.name for key in taken[-1]] == ["c"]
 
 
+async def test_a_reload_that_fails_for_a_while_is_tried_again(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router without a free file descriptor must not accept a revoked key for ever."""
+    taken: list[list[ApiKey]] = []
+    reason = ""
+
+    def load() -> list[ApiKey]:
+        if reason:
+            raise InvalidArgument(reason, "keys_file")
+        return load_keys(path)
+
+    write(path, entry(name="a"))
+    watch = FileWatch([path], load, taken.append)
+    write(path)
+    with caplog.at_level(logging.WARNING):
+        for each in ("Too many open files", "Too many open files", "Input/output error"):
+            reason = each
+            await watch.check()
+        assert (len(taken), len(caplog.records)) == (1, 2)
+        reason = ""
+        await watch.check()
+        assert taken[-1] == []
+        write(path, entry(name="b"))
+        reason = "Input/output error"
+        await watch.check()
+    assert len(caplog.records) == 3
+
+
 async def test_a_link_to_another_folder_is_a_change(tmp_path: Path) -> None:
     """Kubernetes replaces mounted files in this way."""
     for name in ("one", "two"):
