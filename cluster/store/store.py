@@ -10,6 +10,7 @@ folder `models_home()`:
     <models_home>/.<name>.<random>/  scratch of that process; garbage once the lock is free
     <models_home>/gguf/<name>-<key>/ a converted GGUF file; the key is a hash of its path, size,
                                      time and dtype
+    <models_home>/gguf/.<any>.old/   a converted GGUF file that is being removed
     <models_home>/tokenizers/<key>/  the tokenizer.json of a folder without one: `proto/home.py`
 
 It writes nothing into a folder of a user or of the hub's cache.
@@ -207,7 +208,7 @@ def _convert_once(gguf: Path, dtype: str) -> Path:
     try:
         os.utime(folder)
         _keep(folder)
-        _drop_unused(home)
+        _drop_unused(home, _MAX_CONVERTED, "config.json")
     except OSError as error:  # for instance, another process has just removed the folder
         raise Unavailable(
             f"cannot use {folder.name} in {home}: {error.strerror}; try again"
@@ -236,8 +237,7 @@ def ensure_tokenizer(folder: Path) -> Path:
     try:
         _build_once(made.parent, build)
         os.utime(made.parent)
-        for old in _old_folders(made.parent.parent, _MAX_TOKENIZERS):
-            shutil.rmtree(old, ignore_errors=True)
+        _drop_unused(made.parent.parent, _MAX_TOKENIZERS, TOKENIZER_FILE)
     except OSError as error:
         raise CheckpointError(f"{problem}: {error.strerror}") from error
     except Unavailable as error:
@@ -248,8 +248,12 @@ def ensure_tokenizer(folder: Path) -> Path:
 
 def _old_folders(home: Path, num_kept: int) -> list[Path]:
     """Returns the finished folders in `home` except the `num_kept` most recently used."""
-    folders = [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[num_kept:]
+    used_at: dict[Path, float] = {}
+    for path in home.iterdir():
+        with suppress(OSError):  # another process has just removed it
+            if path.is_dir() and not path.name.startswith("."):
+                used_at[path] = path.stat().st_mtime
+    return sorted(used_at, key=used_at.__getitem__, reverse=True)[num_kept:]
 
 
 def _keep(folder: Path) -> None:
@@ -262,12 +266,20 @@ def _keep(folder: Path) -> None:
     _kept[folder] = file
 
 
-def _drop_unused(home: Path) -> None:
-    """Removes all but the most recently used folders, except folders that a process uses."""
-    for folder in _old_folders(home, _MAX_CONVERTED):
-        with (folder / "config.json").open("rb") as file, suppress(BlockingIOError):
+def _drop_unused(home: Path, num_kept: int, locked: str) -> None:
+    """Removes all but the `num_kept` most recently used folders, except folders in use.
+
+    A process that uses a folder locks the file `locked` in it. A folder that cannot be removed
+    stays, since the model that was asked for does not need its room.
+    """
+    for garbage in home.glob(".*.old/"):
+        shutil.rmtree(garbage, ignore_errors=True)  # left by a killed process
+    for folder in _old_folders(home, num_kept):
+        # NFS grants an exclusive lock only of a file that is open for writing.
+        with suppress(OSError), (folder / locked).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
+            # The rename removes it at once: nobody must take a part of it for a model.
+            shutil.rmtree(folder.rename(home / f".{folder.name}.old"))
 
 
 def _num_bytes(folder: Path) -> int:
@@ -276,7 +288,8 @@ def _num_bytes(folder: Path) -> int:
 
 def _build_locked(folder: Path, build: Callable[[Path, Console], Path], console: Console) -> None:
     for garbage in folder.parent.glob(f".{folder.name}.*/"):
-        shutil.rmtree(garbage)  # left by a killed process: a running one would hold the lock
+        # Left by a killed process: a running one would hold the lock, or is about to remove it.
+        shutil.rmtree(garbage, ignore_errors=True)
     # Beside `folder`, since a rename needs the same file system.
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as path:
         made = build(Path(path), console)

@@ -1,7 +1,9 @@
 """Tests GGUF files: tokens as in transformers' dequantised load, conversion, hostile headers."""
 
+import errno
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -260,6 +262,65 @@ store.resolve_model({str(llama)!r}, dtype="float16")
     assert [path.name for path in home.iterdir() if path.is_dir()] == [
         resolve_model(str(llama), dtype="float16").name
     ]
+
+
+def made_folder(home: Path, name: str, *files: str) -> Path:
+    """Makes a converted folder that was used long ago."""
+    folder = home / name
+    folder.mkdir(parents=True)
+    for file in files:
+        (folder / file).write_text("{}")
+    os.utime(folder, (1, 1))
+    return folder
+
+
+def convert_to_nothing(gguf: Path, out: Path, dtype: str) -> None:
+    """Stands in for the conversion."""
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+
+
+def test_an_old_folder_that_cannot_be_removed_keeps_no_model_away(
+    llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = made_folder(home, "half", "model.safetensors")
+    old = made_folder(home, "old", "config.json")
+    stale = made_folder(home, "stale", "config.json")
+    stat = Path.stat
+
+    def stat_over_nfs(path: Path, **options: Any) -> os.stat_result:
+        if path == stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, **options)
+
+    monkeypatch.setattr(store, "_convert", convert_to_nothing)
+    monkeypatch.setattr(store, "_MAX_CONVERTED", 1)
+    monkeypatch.setattr(Path, "stat", stat_over_nfs)
+    assert resolve_model(str(llama)).is_dir()
+    assert half.is_dir()
+    assert not old.exists()
+
+
+def test_a_killed_removal_leaves_no_half_folder_under_the_name_of_a_model(
+    llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = made_folder(home, "old", "config.json")
+    rmtree = shutil.rmtree
+
+    def die(path: Path, **options: Any) -> None:
+        if Path(path).parent == home and "old" in Path(path).name:
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    monkeypatch.setattr(store, "_convert", convert_to_nothing)
+    monkeypatch.setattr(store, "_MAX_CONVERTED", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model(str(llama))
+    assert not old.exists()
+    folder = resolve_model(str(llama))
+    assert [path for path in home.iterdir() if path.is_dir()] == [folder]
 
 
 def test_the_engine_and_the_check_take_a_file(llama: Path, home: Path) -> None:
