@@ -206,13 +206,12 @@ def _convert_once(gguf: Path, dtype: str) -> Path:
 
     _build_once(folder, build)
     try:
-        os.utime(folder)
         _keep(folder)
-        _drop_unused(home, _MAX_CONVERTED, "config.json")
     except OSError as error:  # for instance, another process has just removed the folder
         raise Unavailable(
             f"cannot use {folder.name} in {home}: {error.strerror}; try again"
         ) from error
+    _drop_unused(folder, _MAX_CONVERTED, "config.json")
     return folder
 
 
@@ -236,13 +235,10 @@ def ensure_tokenizer(folder: Path) -> Path:
 
     try:
         _build_once(made.parent, build)
-        os.utime(made.parent)
-        _drop_unused(made.parent.parent, _MAX_TOKENIZERS, TOKENIZER_FILE)
-    except OSError as error:
-        raise CheckpointError(f"{problem}: {error.strerror}") from error
     except Unavailable as error:
         reason = error.message.removeprefix("cannot make it: ")
         raise CheckpointError(f"{problem}: {reason}") from error
+    _drop_unused(made.parent, _MAX_TOKENIZERS, TOKENIZER_FILE)
     return folder
 
 
@@ -266,20 +262,23 @@ def _keep(folder: Path) -> None:
     _kept[folder] = file
 
 
-def _drop_unused(home: Path, num_kept: int, locked: str) -> None:
-    """Removes all but the `num_kept` most recently used folders, except folders in use.
+def _drop_unused(used: Path, num_kept: int, locked: str) -> None:
+    """Removes the folders beside `used` except the `num_kept` most recently used and those in use.
 
     A process that uses a folder locks the file `locked` in it. A folder that cannot be removed
-    stays, since the model that was asked for does not need its room.
+    stays, since `used` does not need its room.
     """
-    for garbage in home.glob(".*.old/"):
-        shutil.rmtree(garbage, ignore_errors=True)  # left by a killed process
-    for folder in _old_folders(home, num_kept):
-        # NFS grants an exclusive lock only of a file that is open for writing.
-        with suppress(OSError), (folder / locked).open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The rename removes it at once: nobody must take a part of it for a model.
-            shutil.rmtree(folder.rename(home / f".{folder.name}.old"))
+    with suppress(OSError):  # `used` is complete also on a disk that cannot be written
+        os.utime(used)
+        home = used.parent
+        for garbage in home.glob(".*.old/"):
+            shutil.rmtree(garbage, ignore_errors=True)  # left by a killed process
+        for folder in _old_folders(home, num_kept):
+            # NFS grants an exclusive lock only of a file that is open for writing.
+            with suppress(OSError), (folder / locked).open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The rename removes it at once: nobody must take a part of it for a model.
+                shutil.rmtree(folder.rename(home / f".{folder.name}.old"))
 
 
 def _num_bytes(folder: Path) -> int:

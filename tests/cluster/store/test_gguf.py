@@ -323,6 +323,19 @@ def test_a_killed_removal_leaves_no_half_folder_under_the_name_of_a_model(
     assert [path for path in home.iterdir() if path.is_dir()] == [folder]
 
 
+def test_a_converted_file_on_a_disk_that_cannot_be_written_is_taken(
+    llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_convert", convert_to_nothing)
+    folder = resolve_model(str(llama))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert resolve_model(str(llama)) == folder
+
+
 def test_the_engine_and_the_check_take_a_file(llama: Path, home: Path) -> None:
     ids = prompt(12)
     with LLM(str(llama), dtype="float32", max_num_seqs=2, kv_cache_gb=0.01, num_threads=1) as llm:

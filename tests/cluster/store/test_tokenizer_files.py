@@ -140,6 +140,18 @@ def test_a_model_on_a_disk_that_cannot_be_written_is_resolved(folder: Path, home
     assert tokenizer_file(folder).is_relative_to(home)
 
 
+def test_a_converted_tokenizer_on_a_disk_that_cannot_be_written_is_taken(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_model(str(without_json(folder)))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert resolve_model(str(folder)) == folder
+
+
 def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(
     folder: Path, home: Path
 ) -> None:
