@@ -1,7 +1,6 @@
 """Writes a model with rounded weights in compressed-tensors format, which Tandem and vLLM load."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ...proto.home import TOKENIZER_FILE, tokenizer_file
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
 from .awq import round_by_awq
+from .folders import publish
 from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest
 
 BITS: Final = {"int8": 8, "int4": 4}
@@ -196,7 +196,7 @@ def quantize_model(
         _copy_others(folder, made, scheme)
         save_torch_state_dict(tensors, made)
         open_checkpoint(made)
-        os.rename(made, out)
+        publish(made, out)
 
 
 def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:

@@ -16,7 +16,6 @@ folder `models_home()`:
 It writes nothing into a folder of a user or of the hub's cache.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -41,6 +40,7 @@ from ...proto.home import TOKENIZER_FILE, cache_home, made_tokenizer_file, token
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError
 from ..stop_signals import unwound_by_sigterm
+from .folders import drop_unused, keep, publish
 from .gguf_header import read_gguf_header
 
 DOWNLOAD_DEADLINE_S: Final = 900.0
@@ -52,7 +52,6 @@ _TOKENIZER_DEADLINE_S: Final = 120.0
 _MAX_TOKENIZERS: Final = 64  # converted tokenizers to keep, of some MB each
 _MAX_CONVERTED: Final = 8  # converted GGUF files to keep
 _GGUF_FORMAT: Final = 3  # version of the conversion; a change makes new folders
-_kept: dict[Path, int] = {}  # open files, with a lock, of the folders that this process uses
 
 _HUB_ID = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII
@@ -206,12 +205,12 @@ def _convert_once(gguf: Path, dtype: str) -> Path:
 
     _build_once(folder, build)
     try:
-        _keep(folder)
+        keep(folder)
     except OSError as error:  # for instance, another process has just removed the folder
         raise Unavailable(
             f"cannot use {folder.name} in {home}: {error.strerror}; try again"
         ) from error
-    _drop_unused(folder, _MAX_CONVERTED, "config.json")
+    drop_unused(folder, _MAX_CONVERTED, "config.json")
     return folder
 
 
@@ -238,47 +237,8 @@ def ensure_tokenizer(folder: Path) -> Path:
     except Unavailable as error:
         reason = error.message.removeprefix("cannot make it: ")
         raise CheckpointError(f"{problem}: {reason}") from error
-    _drop_unused(made.parent, _MAX_TOKENIZERS, TOKENIZER_FILE)
+    drop_unused(made.parent, _MAX_TOKENIZERS, TOKENIZER_FILE)
     return folder
-
-
-def _old_folders(home: Path, num_kept: int) -> list[Path]:
-    """Returns the finished folders in `home` except the `num_kept` most recently used."""
-    used_at: dict[Path, float] = {}
-    for path in home.iterdir():
-        with suppress(OSError):  # another process has just removed it
-            if path.is_dir() and not path.name.startswith("."):
-                used_at[path] = path.stat().st_mtime
-    return sorted(used_at, key=used_at.__getitem__, reverse=True)[num_kept:]
-
-
-def _keep(folder: Path) -> None:
-    """Holds a lock of the folder until this process ends, so that no other process removes it."""
-    if folder in _kept:
-        return
-    file = os.open(folder / "config.json", os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(file, fcntl.LOCK_SH)
-    os.stat(folder)  # another process may have removed it before this one got the lock
-    _kept[folder] = file
-
-
-def _drop_unused(used: Path, num_kept: int, locked: str) -> None:
-    """Removes the folders beside `used` except the `num_kept` most recently used and those in use.
-
-    A process that uses a folder locks the file `locked` in it. A folder that cannot be removed
-    stays, since `used` does not need its room.
-    """
-    with suppress(OSError):  # `used` is complete also on a disk that cannot be written
-        os.utime(used)
-        home = used.parent
-        for garbage in home.glob(".*.old/"):
-            shutil.rmtree(garbage, ignore_errors=True)  # left by a killed process
-        for folder in _old_folders(home, num_kept):
-            # NFS grants an exclusive lock only of a file that is open for writing.
-            with suppress(OSError), (folder / locked).open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The rename removes it at once: nobody must take a part of it for a model.
-                shutil.rmtree(folder.rename(home / f".{folder.name}.old"))
 
 
 def _num_bytes(folder: Path) -> int:
@@ -292,9 +252,7 @@ def _build_locked(folder: Path, build: Callable[[Path, Console], Path], console:
     # Beside `folder`, since a rename needs the same file system.
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as path:
         made = build(Path(path), console)
-        _sync(made)
-        made.rename(folder)
-        _sync_folder(folder.parent)
+        publish(made, folder)
 
 
 def _build(source: BuiltIn, scratch: Path, console: Console) -> Path:
@@ -388,20 +346,3 @@ def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> Non
         )
         reason = last.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
         raise Unavailable(f"cannot {purpose}: {reason}")
-
-
-def _sync(folder: Path) -> None:
-    """Makes the files of `folder` readable for all and durable before the rename publishes them."""
-    for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors writes 0600, which a service of another user cannot read
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

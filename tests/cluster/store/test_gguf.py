@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from tandem import LLM, SamplingParams
 from tandem.cluster.cli.main import app
-from tandem.cluster.store import gguf_convert, store
+from tandem.cluster.store import folders, gguf_convert, store
 from tandem.cluster.store.gguf_header import GgufHeader, read_gguf_header
 from tandem.cluster.store.store import resolve_model
 from tandem.router.frontend.tokenizer import Tokenizer
@@ -255,9 +255,9 @@ def convert(gguf, out, dtype):
 store._convert = convert
 store.resolve_model({str(llama)!r}, dtype="float16")
 """
-    for file in store._kept.values():
+    for file in folders._kept.values():
         os.close(file)
-    store._kept.clear()
+    folders._kept.clear()
     subprocess.run([sys.executable, "-c", script], check=True)
     assert [path.name for path in home.iterdir() if path.is_dir()] == [
         resolve_model(str(llama), dtype="float16").name

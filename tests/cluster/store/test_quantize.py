@@ -224,6 +224,12 @@ def test_a_folder_has_the_tokens_of_its_numbers(
     assert {path.name for path in out.iterdir()} >= {path.name for path in plain.iterdir()}
 
 
+def test_a_service_of_another_user_can_read_the_folder(plain: Path, tmp_path: Path) -> None:
+    quantize_model(plain, tmp_path / "out", SCHEMES["int8"])
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o644)
+
+
 def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_path: Path) -> None:
     scheme, out = SCHEMES["int4"], tmp_path / "out"
     with pytest.raises(
