@@ -6,13 +6,14 @@ line and answers the requests that have no line.
 """
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -29,6 +30,7 @@ _ID: Final = "batch_req_"
 _HEAD: Final = json.dumps({"id": _ID}).removesuffix('"}').encode()  # of each line of the output
 _AGAIN: Final = "; the answers so far are kept, and the same command continues from there"
 _RETRY_SECONDS: Final = 1.0  # if the service names no time
+_CANNOT_SYNC: Final = (errno.EINVAL, errno.EROFS)  # of a pipe or a terminal
 _BUSY: Final = (429, 502, 503)  # statuses of a service that may accept the request later
 
 
@@ -90,10 +92,13 @@ class BatchOutput:
 
         Raises InvalidArgument if the file cannot be written, another process writes it, or it has
         other lines than answers to `requests`, which are custom ids. The file is then unchanged.
+        Reads nothing from what is no regular file, such as a pipe.
         """
         self._path = path
+        # Not for reading too: a pipe's end is never reported to a process that can read it itself.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._file = os.open(path, flags, 0o666)
         except OSError as error:
             raise self._refused(error) from None
         try:
@@ -118,13 +123,24 @@ class BatchOutput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        with suppress(OSError):  # a pipe cannot be synced
+    def __exit__(self, kind: object, *_error: object) -> None:
+        try:
             os.fsync(self._file)
-        os.close(self._file)
+        except OSError as error:
+            if kind is None and error.errno not in _CANNOT_SYNC:
+                raise self._refused(error) from None
+        finally:
+            os.close(self._file)
 
     def _read(self, requests: frozenset[str]) -> set[str]:
-        data = self._path.read_bytes()
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            return set()  # a pipe or a terminal has no end, and keeps no answers
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise InvalidArgument(
+                f"{self._path} cannot be read: {error.strerror}", "output"
+            ) from None
         whole = data.rfind(b"\n") + 1
         tail = data[whole:]
         answered: set[str] = set()

@@ -3,11 +3,14 @@ test_batch_runs.py.
 """
 
 import asyncio
+import errno
 import json
+import os
 import re
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +205,67 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot be written: Is a directory"):
         BatchOutput(tmp_path, ["a"])
+
+
+@pytest.mark.timeout(60)
+def test_the_output_may_be_a_pipe() -> None:
+    """As of `tandem batch INPUT /dev/stdout | ...`."""
+    reader, writer = os.pipe()
+    counts = asyncio.run(run(Path(f"/dev/fd/{writer}"), requests("a", "b")))
+    os.close(writer)
+    with open(reader) as file:
+        found = sorted(json.loads(each)["custom_id"] for each in file)
+    assert (counts.skipped, found) == (0, ["a", "b"])
+
+
+@pytest.mark.timeout(60)
+async def test_a_pipe_whose_reader_has_ended_ends_the_run() -> None:
+    reader, writer = os.pipe()
+
+    async def answer(request: BatchRequest) -> BatchAnswer:
+        os.close(reader)
+        return await echo(request)
+
+    with pytest.raises(InvalidArgument, match="cannot be written: Broken pipe"):
+        await run(Path(f"/dev/fd/{writer}"), requests("a"), answer)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_refused"),
+    [
+        (errno.EINVAL, False),
+        (errno.EROFS, False),
+        (errno.EIO, True),
+        (errno.ENOSPC, True),
+        (errno.EDQUOT, True),
+    ],
+)
+def test_answers_that_did_not_reach_the_disk_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    expected = (
+        pytest.raises(InvalidArgument, match=r"out\.jsonl cannot be written: ")
+        if is_refused
+        else nullcontext()
+    )
+    with expected, BatchOutput(tmp_path / "out.jsonl", ["a"]):
+        pass
+
+
+def test_a_failed_sync_hides_no_other_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(KeyError), BatchOutput(tmp_path / "out.jsonl", ["a"]):
+        raise KeyError
 
 
 async def test_a_refused_request_has_its_refusal_as_answer(tmp_path: Path) -> None:
