@@ -15,7 +15,7 @@ MAX_ROWS: Final = 100_000
 _FIELDS: Final = [field.name for field in fields(KeyUsage)]
 _MAX_SOURCES: Final = 1_024
 
-TABLE: Final = """
+_TABLE: Final = """
 CREATE TABLE IF NOT EXISTS key_usage (
     day TEXT,
     key_name TEXT,
@@ -26,6 +26,13 @@ CREATE TABLE IF NOT EXISTS key_usage (
     cached_tokens INTEGER NOT NULL,
     generated_tokens INTEGER NOT NULL,
     PRIMARY KEY (day, key_name, tenant)
+)
+"""
+_SOURCES: Final = """
+CREATE TABLE IF NOT EXISTS key_usage_sources (
+    place INTEGER PRIMARY KEY,
+    source TEXT UNIQUE,
+    last_number INTEGER NOT NULL
 )
 """
 _ADD: Final = """
@@ -49,25 +56,31 @@ class UsageTable:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        database.execute(TABLE)
-        self._last: dict[str, int] = {}  # the number of the last report of each source
+        database.execute(_TABLE)
+        database.execute(_SOURCES)
 
     def add(self, source: str, number: int, usage: Sequence[KeyUsage]) -> None:
         """Adds the counts of a report, unless it has been added before.
 
         `number` increases with each report of a source, which repeats a report without an answer.
+        The store remembers it with the counts: it may restart between their commit and its answer.
         """
-        if number <= self._last.get(source, 0):
-            return
         with self._database.transaction() as database:
+            row = database.one("SELECT last_number FROM key_usage_sources WHERE source = ?", source)
+            if row is not None and number <= row[0]:
+                return
             for each in usage:
                 database.execute(_ADD, *astuple(each))
             oldest = datetime.fromtimestamp(database.clock(), UTC) - timedelta(days=KEPT_DAYS)
             database.execute("DELETE FROM key_usage WHERE day < ?", oldest.date().isoformat())
-        self._last.pop(source, None)
-        self._last[source] = number
-        if len(self._last) > _MAX_SOURCES:
-            del self._last[next(iter(self._last))]
+            database.execute(
+                "REPLACE INTO key_usage_sources (source, last_number) VALUES (?, ?)", source, number
+            )
+            database.execute(
+                "DELETE FROM key_usage_sources WHERE place IN "
+                "(SELECT place FROM key_usage_sources ORDER BY place DESC LIMIT -1 OFFSET ?)",
+                _MAX_SOURCES,
+            )
 
     def find(self, since: str, owner: Owner | None) -> list[KeyUsage]:
         """Returns the counts from a day on, the newest first; of one key, or of all."""

@@ -478,6 +478,28 @@ async def test_a_repeated_report_of_usage_counts_once() -> None:
     assert await case.store.find_usage("2025-01-01") == [usage("2025-11-24", count=2)]
 
 
+async def test_a_report_that_is_repeated_after_a_restart_of_the_store_counts_once(
+    tmp_path: Path,
+) -> None:
+    """The store may end between the commit of a report and its answer."""
+    case = make(StorageConfig(folder=str(tmp_path)))
+    await case.store.add_usage("one", 7, [usage("2025-11-24")])
+    case.restart()
+    await case.store.add_usage("one", 7, [usage("2025-11-24")])
+    await case.store.add_usage("one", 8, [usage("2025-11-24")])
+    assert await case.store.find_usage("2025-01-01") == [usage("2025-11-24", count=2)]
+
+
+async def test_the_latest_sources_of_usage_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.storage.usage._MAX_SOURCES", 2)
+    case = make()
+    for source, number in (("one", 1), ("two", 1), ("one", 2), ("three", 1)):
+        await case.store.add_usage(source, number, [])
+    for source, number in (("one", 2), ("three", 1), ("two", 1)):
+        await case.store.add_usage(source, number, [usage("2025-11-24")])
+    assert await case.store.find_usage("2025-01-01") == [usage("2025-11-24")]
+
+
 async def test_old_usage_is_deleted() -> None:
     case = make()
     case.clock.now = 1_764_000_000.0
