@@ -18,7 +18,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast
 
 from ...proto import inference_pb2
@@ -318,7 +318,8 @@ class LocalStream:
 
     def close(self) -> None:
         """Ends the request, unless it has ended. Idempotent."""
-        self._loop.run(self._messages.aclose())
+        with suppress(Unavailable):  # the engine is closed, which has ended its requests
+            self._loop.run(self._messages.aclose())
 
     def __enter__(self) -> Self:
         return self

@@ -618,6 +618,17 @@ def test_what_is_closed_is_gone_and_says_so(folder: Path) -> None:
             call()
 
 
+def test_a_stream_of_a_closed_llm_can_be_left(folder: Path) -> None:
+    """The exception of the block stays as it is."""
+    closed = LLM(str(folder), **SMALL)
+    stream = closed.stream("dog", GREEDY)
+    next(stream)
+    closed.close()
+    with pytest.raises(KeyError), stream:
+        raise KeyError
+    stream.close()
+
+
 def test_an_llm_that_its_own_thread_collects_ends(folder: Path) -> None:
     lost: Any = LLM(str(folder), **SMALL)
     lost.itself = lost
