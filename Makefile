@@ -32,14 +32,14 @@ test: .venv/.installed  ## run every test except the soak, matrix and pods tests
 	$(BIN)/python -m tandem.tests.suite $(if $(RERUN),--rerun)
 
 test-gpu-versions: $(GPU)/.installed  ## run the tests of models, transfers and ranks with a GPU machine's versions of torch, Triton and Python
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(GPU)/tree $(GPU)/bin/python -m pytest -q -n 2 $(TESTS_WITHOUT_RAY)
+	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)/$(GPU)/tree" $(GPU)/bin/python -m pytest -q -n 2 $(TESTS_WITHOUT_RAY)
 
 gpu: .venv/.installed  ## test and measure this machine's GPU; PARTS=A (results), B (speed), C (prefill to decode); OUT=FOLDER SECONDS=N DEVICE=cuda SHAPE=NAME
-	$(BIN)/python -m tandem.tests.bench.gpu --out $(or $(OUT),build/gpu) $(if $(PARTS),--parts $(PARTS)) \
+	$(BIN)/python -m tandem.tests.bench.gpu --out "$(or $(OUT),build/gpu)" $(if $(PARTS),--parts $(PARTS)) \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(DEVICE),--device $(DEVICE)) $(if $(SHAPE),--shape $(SHAPE))
 
 gpu-tree: .venv/.installed  ## copy the repository, and the packages that a GPU machine without network lacks, to the folder OUT; at most 64 MiB
-	$(BIN)/python -m tandem.tests.bench.gpu.tree $(or $(OUT),$(error OUT=FOLDER is missing))
+	$(BIN)/python -m tandem.tests.bench.gpu.tree "$(or $(OUT),$(error OUT=FOLDER is missing))"
 
 soak: .venv/.installed  ## run only the long soak tests
 	$(BIN)/pytest -m soak

@@ -2,11 +2,14 @@
 only those that fail again count.
 """
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tandem.tests import suite
+from tandem.tests.source import ROOT
 
 _SOURCE = """
 from pathlib import Path
@@ -111,6 +114,35 @@ def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
     failures = {f"test_{number}": "" for number in range(suite.MAX_RERUNS + 1)}
     assert not suite.rerun(failures, (), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+@pytest.mark.parametrize(
+    ("environment", "arguments", "expected"),
+    [
+        (".venv-gpu", ["test-gpu-versions"], "PYTHONPATH={folder}/.venv-gpu/tree\n"),
+        (".venv", ["gpu", "OUT=a folder"], "<--out>\n<a folder>\n"),
+        (".venv", ["gpu-tree", "OUT=a folder"], "<a folder>\n"),
+    ],
+)
+def test_make_takes_folders_of_any_name(
+    tmp_path: Path, environment: str, arguments: list[str], expected: str
+) -> None:
+    """Its targets run a Python that prints what it was given."""
+    folder = tmp_path / "a clone of 'Tandem'"
+    python = folder / environment / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "PYTHONPATH=$PYTHONPATH"\nprintf "<%s>\\n" "$@"\n')
+    python.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tests/gpu/requirements.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    (folder / environment / ".installed").touch()
+    done = subprocess.run(
+        ["make", *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected.format(folder=folder) in done.stdout
 
 
 _HANGING = """
