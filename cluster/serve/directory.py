@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import ray
@@ -22,6 +23,7 @@ from ...proto.errors import Unavailable
 from ...router.adapters import AdapterRegistry
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.storage.config import StorageConfig
+from ...workers.host.threads import in_thread
 from ..scaling.config import RoleScaling
 from ..scaling.roles import REPORTS_PER_WINDOW
 from .members import EXPIRY_SECONDS, Changes, Directory, DirectoryWatcher, RouterInfo
@@ -49,6 +51,7 @@ class DirectoryClient:
         self._service = service
         self._storage = storage
         self._handle: Any = None
+        self._opening: asyncio.Future[Any] | None = None  # until it ends
         self._next_poll = 0.0  # by time.monotonic()
 
     async def register(self, info: worker_pb2.WorkerInfo) -> None:
@@ -143,14 +146,28 @@ class DirectoryClient:
     async def _call(self, method: str, *args: object, wait: float = 0.0) -> Any:
         try:
             async with asyncio.timeout(CALL_SECONDS + wait):
-                if self._handle is None:
-                    self._handle = await asyncio.to_thread(
-                        open_directory, self._service, self._storage
-                    )
-                return await getattr(self._handle, method).remote(*args)
+                handle = self._handle if self._handle is not None else await self._open()
+                return await getattr(handle, method).remote(*args)
         except (ray.exceptions.RayActorError, TimeoutError) as error:
             self._handle = None
             raise Unavailable(f"the directory does not answer ({type(error).__name__})") from error
+
+    async def _open(self) -> Any:
+        """Returns the handle of the directory.
+
+        All calls wait for one thread: while no GCS server answers, Ray does not end the opening.
+        """
+        if self._opening is None:
+            opening = partial(open_directory, self._service, self._storage)
+            self._opening = in_thread(opening, "tandem-directory")
+            self._opening.add_done_callback(self._opened)
+        return await asyncio.shield(self._opening)
+
+    def _opened(self, opening: "asyncio.Future[Any]") -> None:
+        """Keeps the handle, even if no call waits for it any more."""
+        self._opening = None
+        if opening.exception() is None:
+            self._handle = opening.result()
 
 
 def open_directory(service: str, storage: StorageConfig = StorageConfig()) -> Any:

@@ -1,14 +1,18 @@
 """Tests the directory without Ray: registration, expiry, long poll, restart."""
 
 import asyncio
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.cluster.serve import directory as directory_client
 from tandem.cluster.serve import members
+from tandem.cluster.serve.directory import DirectoryClient
 from tandem.cluster.serve.members import (
     NOTHING,
     Changes,
@@ -18,6 +22,7 @@ from tandem.cluster.serve.members import (
     Version,
 )
 from tandem.proto import worker_pb2
+from tandem.proto.errors import Unavailable
 from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts
 from tandem.router.scheduling.registry import WorkerRegistry
@@ -329,3 +334,48 @@ async def _check_changes(steps: list[tuple[str, int]]) -> None:
         await poll(number)
         assert watcher.routers == whole.routers
         assert expected == {info.worker_id: info.draining for info in registries[number].workers()}
+
+
+class Opening:
+    """Stands in for `open_directory`, which waits inside Ray while no GCS server answers."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_calls = 0
+        self.may_end = threading.Event()
+        self.changes = snapshot("a", 0.0)
+        self._error = error
+
+    def __call__(self, *_: object) -> Any:
+        self.num_calls += 1
+        assert self.may_end.wait(WAIT)
+        if self._error is not None and self.num_calls == 1:
+            raise self._error
+        return SimpleNamespace(changes=SimpleNamespace(remote=self._changes))
+
+    async def _changes(self) -> Changes:
+        return self.changes
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no GCS server")])
+async def test_calls_without_a_gcs_server_wait_for_one_thread(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """A thread for each would use up asyncio's pool, on which the rest of a router depends."""
+    opening = Opening(error)
+    problems: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+    monkeypatch.setattr(directory_client, "open_directory", opening)
+    monkeypatch.setattr(directory_client, "CALL_SECONDS", 0.01)
+    client = DirectoryClient("a")
+    for _ in range(3):
+        calls = [client.changes() for _ in range(3)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [Unavailable] * 3
+    opening.may_end.set()
+    monkeypatch.setattr(directory_client, "CALL_SECONDS", WAIT)
+    async with asyncio.timeout(WAIT):
+        while client._opening is not None:
+            await asyncio.sleep(0.01)
+    assert await client.changes() is opening.changes
+    assert opening.num_calls == (1 if error is None else 2)
+    assert not problems
