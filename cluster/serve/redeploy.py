@@ -45,11 +45,19 @@ def applications_of(service: str) -> list[str]:
 def running_application(service: str) -> str | None:
     """Returns the running application of a service, or None.
 
-    Raises Unavailable if it is being replaced already.
+    Raises Unavailable if it is being replaced already. A command that died meanwhile leaves both
+    applications, so the message has the command that deletes the one that is needed less.
     """
-    names = applications_of(service)
+    found = serve.status().applications
+    names = in_order(service, found)
     if len(names) > 1:
-        raise Unavailable(f"name: the service {service!r} is being replaced already")
+        needless = names[0] if found[names[-1]].status == "RUNNING" else names[-1]
+        raise Unavailable(
+            f"name: the service {service!r} is being replaced already: it has the applications "
+            f"{' and '.join(names)}; wait for the command that replaces it, or, if that command "
+            f"has died, delete {needless}: RAY_ADDRESS=CLUSTER python -c "
+            f"\"from ray import serve; serve.delete('{needless}')\""
+        )
     return names[0] if names else None
 
 

@@ -52,6 +52,20 @@ def test_each_deployment_of_a_service_is_an_application(
         redeploy.running_application("a")
 
 
+@pytest.mark.parametrize(("status", "deleted"), [("DEPLOYING", "a.2"), ("RUNNING", "a")])
+def test_two_applications_are_named_with_a_command_that_ends_one(
+    applications: dict[str, SimpleNamespace], status: str, deleted: str
+) -> None:
+    """A command that died while it replaced a service leaves both, and nobody ends them."""
+    applications["a"] = SimpleNamespace(status="RUNNING")
+    applications["a.2"] = SimpleNamespace(status=status)
+    with pytest.raises(Unavailable) as refused:
+        redeploy.running_application("a")
+    assert "it has the applications a and a.2" in refused.value.message
+    assert f"serve.delete('{deleted}')" in refused.value.message
+    assert "\n" not in refused.value.message
+
+
 def test_only_a_later_deployment_replaces_one_that_goes(
     applications: dict[str, SimpleNamespace],
 ) -> None:
