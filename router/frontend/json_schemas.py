@@ -115,6 +115,22 @@ def readable(schema: Any) -> Any:
         return schema
 
 
+def resolved(schema: Any, root: Any) -> Any:
+    """Returns the schema that a reference within the document `root` leads to.
+
+    Returns None if there is none.
+    """
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            break
+        target = root
+        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if isinstance(target, dict) else None
+        schema = target
+    return schema
+
+
 def _with_subschemas(
     schema: Mapping[str, Any], change: Callable[[Any, str], Any]
 ) -> dict[str, Any]:
@@ -227,20 +243,7 @@ def _express_objects(found: dict[str, Any], root: Any) -> None:
         if not found["dependentRequired"]:
             del found["dependentRequired"]
     if "propertyNames" in found:
-        _express_names(found, _resolved(found["propertyNames"], root))
-
-
-def _resolved(schema: Any, root: Any) -> Any:
-    """Follows references within the document."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
-            break
-        target = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            target = target.get(part) if isinstance(target, dict) else None
-        schema = target
-    return schema
+        _express_names(found, resolved(found["propertyNames"], root))
 
 
 def _express_names(found: dict[str, Any], names: Any) -> None:

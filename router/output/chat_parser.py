@@ -21,6 +21,7 @@ from transformers.utils.chat_parsing.response_templates import (
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools, parameters_schema
 from ..frontend.chat_formats import CALL_FORMATS, CONTENT, REASONING_FORMATS
+from ..frontend.json_schemas import resolved
 from ..frontend.tokenizer import Tokenizer
 from .tool_parser import make_call, parser_for
 
@@ -221,14 +222,16 @@ def _qwen3_coder(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[o
     given = [_matched(_QWEN_ARGUMENT, text, str) for text in texts]
     if rest.strip() or len(dict(given)) < len(given):
         raise ValueError
-    properties = parameters_schema(tools[name]).get("properties") if name in tools else None
+    root = parameters_schema(tools[name]) if name in tools else {}
+    arguments = resolved(root, root)
+    properties = arguments.get("properties") if isinstance(arguments, dict) else None
     schemas = properties if isinstance(properties, dict) else {}
-    return [(name, {key: _typed(text, schemas.get(key)) for key, text in given})]
+    return [(name, {key: _typed(text, schemas.get(key), root) for key, text in given})]
 
 
-def _typed(text: str, schema: object) -> object:
+def _typed(text: str, schema: object, root: object) -> object:
     """Returns an argument in the type of its schema; text unless the schema excludes text."""
-    if _may_be_text(schema):
+    if _may_be_text(schema, root, {}):
         return text
     try:
         return json.loads(text)
@@ -236,13 +239,35 @@ def _typed(text: str, schema: object) -> object:
         return text
 
 
-def _may_be_text(schema: object) -> bool:
+def _may_be_text(schema: object, root: object, known: dict[int, bool]) -> bool:
+    """Returns True unless a keyword of the schema excludes text.
+
+    `known`: the results by the id of the schema, so that each schema is read once.
+    """
+    schema = resolved(schema, root)
     if not isinstance(schema, dict):
         return True
-    if isinstance(schema.get("anyOf"), list):
-        return any(map(_may_be_text, schema["anyOf"]))
-    types = schema.get("type", "string")
-    return "string" in (types if isinstance(types, list) else [types])
+    if id(schema) not in known:
+        known[id(schema)] = True  # for a schema that refers to itself
+        known[id(schema)] = all(
+            _allows_text(name, value, root, known) for name, value in schema.items()
+        )
+    return known[id(schema)]
+
+
+def _allows_text(keyword: str, value: object, root: object, known: dict[int, bool]) -> bool:
+    match keyword, value:
+        case "type", _:
+            return "string" in (value if isinstance(value, list) else [value])
+        case "const", _:
+            return isinstance(value, str)
+        case "enum", list():
+            return any(isinstance(each, str) for each in value)
+        case "anyOf" | "oneOf", list():
+            return any(_may_be_text(each, root, known) for each in value)
+        case "allOf", list():
+            return all(_may_be_text(each, root, known) for each in value)
+    return True
 
 
 def _matched(pattern: re.Pattern[str], text: str, read: Callable[[str], _T]) -> tuple[str, _T]:

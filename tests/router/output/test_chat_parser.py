@@ -354,6 +354,62 @@ def test_arguments_between_tags_are_of_the_types_of_their_schemas() -> None:
     assert read(parser(SIGNS["qwen3_coder"], chat(tools=tools)), [answer]) == ("", "", calls)
 
 
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"$ref": "#/$defs/count"}, 3),
+        ({"$ref": "#/$defs/name"}, "3"),
+        ({"$ref": "#/$defs/missing"}, "3"),
+        ({"$ref": "#/$defs/loop"}, "3"),
+        ({"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]}, 3),
+        ({"anyOf": [{"$ref": "#/$defs/name"}, {"type": "null"}]}, "3"),
+        ({"oneOf": [INTEGER, {"type": "null"}]}, 3),
+        ({"oneOf": [INTEGER, STRING]}, "3"),
+        ({"allOf": [{"$ref": "#/$defs/count"}], "description": "how many"}, 3),
+        ({"allOf": [STRING, {}]}, "3"),
+        ({"allOf": [{}, INTEGER]}, 3),
+        ({"enum": [1, 3]}, 3),
+        ({"enum": [1, "3"]}, "3"),
+        ({"const": 3}, 3),
+        ({"const": "3"}, "3"),
+        ({"description": "anything"}, "3"),
+    ],
+)
+def test_schemas_without_a_type_of_their_own(schema: dict[str, Any], expected: object) -> None:
+    definitions = {
+        "count": INTEGER,
+        "name": STRING,
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}] * 2},
+    }
+    parameters = {"properties": {"a": schema}, "$defs": definitions}
+    assert coder_argument(parameters) == expected
+
+
+def test_references_of_whole_schemas() -> None:
+    arguments = {"properties": {"a": INTEGER}}
+    assert coder_argument({"$ref": "#/$defs/arguments", "$defs": {"arguments": arguments}}) == 3
+    assert coder_argument({"$ref": "#/$defs/missing"}) == "3"
+
+
+def test_a_schema_with_many_references_is_read_once() -> None:
+    """Without a memory of the schemas read, this one would take 9 ** 9 steps."""
+    steps = {f"s{i}": {"allOf": [{"$ref": f"#/$defs/s{i + 1}"}] * 9} for i in range(9)}
+    parameters = {"properties": {"a": {"$ref": "#/$defs/s0"}}, "$defs": {**steps, "s9": INTEGER}}
+    assert coder_argument(parameters) == 3
+
+
+def coder_argument(parameters: dict[str, Any]) -> object:
+    """Returns the argument that the parser of Qwen3-Coder reads from the text `3`."""
+    tool = inference_pb2.Tool(name="f", parameters=json.dumps(parameters))
+    answer = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
+    text, _, ((_, arguments),) = read(parser(SIGNS["qwen3_coder"], chat(tools=[tool])), [answer])
+    assert not text
+    return arguments["a"]
+
+
 def test_a_template_that_opens_the_reasoning_itself() -> None:
     for prompt, text, reasoning in (
         (b"user: x\n<think>\n", "Hi.", "Hm."),
