@@ -353,7 +353,9 @@ class JsonSchema(OpenModel):
 
     name: Ignored[str] = None
     description: Ignored[str] = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="Any JSON object by default."
+    )
     strict: Ignored[bool] = None
 
 

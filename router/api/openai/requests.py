@@ -284,12 +284,11 @@ def _response_format(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str
         raise InvalidArgument(
             "must be set if and only if type is json_schema", "response_format.json_schema"
         )
-    if form.json_schema is not None:
-        schema = form.json_schema.schema_
+    if form.json_schema is not None and (schema := form.json_schema.schema_) is not None:
         schema = close_objects(schema) if _is_closed(body, True) else schema
         text = json_text(schema, "response_format.json_schema.schema")
         yield inference_pb2.Constraint(json_schema=text), "response_format"
-    elif form.type == "json_object":
+    elif form.type != "text":
         yield inference_pb2.Constraint(json_object=True), "response_format"
 
 

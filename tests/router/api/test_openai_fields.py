@@ -7,6 +7,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.api.openai.bodies import REASONS, ChatBody, CompletionBody
 from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
@@ -124,3 +125,10 @@ def test_a_schema_of_response_format_is_closed_unless_the_request_says_otherwise
     fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert json.loads(parse("chat", **fields).common.constraint.json_schema) == expected
+
+
+@pytest.mark.parametrize("schema", [{}, {"schema": None}])
+def test_a_schema_is_optional_in_a_response_format(schema: dict[str, None]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "any", "strict": True, **schema}}
+    constraint = parse("chat", response_format=form).common.constraint
+    assert constraint == inference_pb2.Constraint(json_object=True)
