@@ -191,9 +191,7 @@ def _listed(region: Mapping[str, str], _tools: "_Tools") -> Sequence[tuple[objec
 def _pair(call: object) -> tuple[object, object]:
     if not isinstance(call, dict):
         raise ValueError
-    return call.get("name", call.get("tool_name")), call.get(
-        "arguments", call.get("parameters", {})
-    )
+    return call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters"))
 
 
 def _mistral(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
@@ -281,7 +279,7 @@ _Tools = Mapping[str, inference_pb2.Tool]
 _Reader = Callable[[Mapping[str, str], _Tools], Sequence[tuple[object, object]]]
 _READERS: Final[Mapping[str, _Reader]] = {
     "qwen3_coder": _qwen3_coder,
-    "openai": lambda region, _: [(region["name"], json.loads(region["body"]))],
+    "openai": lambda region, _: [(region["name"], json.loads(region["body"].strip() or "null"))],
     "mistral_v11": _mistral,
     "mistral": _mistral,
     "functiongemma": _gemma("<escape>"),

@@ -95,7 +95,7 @@ class _HermesParser(ToolParser):
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
         if self._held.startswith(_OPEN):
-            call = _call(self._held.removeprefix(_OPEN), default={})
+            call = _call(self._held.removeprefix(_OPEN))
             if call:  # only its closing tag is missing
                 return "", [call]
         return super().finish()
@@ -116,7 +116,7 @@ class _HermesParser(ToolParser):
         if self._is_argument(end):
             self._from = end + len(_CLOSE)
             return True
-        call = _call(self._held[len(_OPEN) : end], default={})
+        call = _call(self._held[len(_OPEN) : end])
         end += len(_CLOSE)
         if call:
             self._note_call()
@@ -175,7 +175,7 @@ class _LlamaParser(ToolParser):
         end = self._scanner.find_end(self._held, len(self._held))
         if end < 0:
             return False
-        call = _call(self._held[self._start : end], default=None)
+        call = _call(self._held[self._start : end], needs_arguments=True)
         if call is None:
             self._is_text = True
             return False
@@ -223,18 +223,25 @@ class _JsonScanner:
         return -1
 
 
-def _call(text: str, default: object) -> inference_pb2.ToolCall | None:
+def _call(text: str, *, needs_arguments: bool = False) -> inference_pb2.ToolCall | None:
     """Returns the call that a JSON object describes; None if the text is not valid.
 
-    `default` stands for missing arguments.
+    `needs_arguments`: an object without a member for arguments is not a call.
     """
     found = json_object(text) or {}
-    return make_call(found.get("name"), found.get("arguments", found.get("parameters", default)))
+    if needs_arguments and not found.keys() & {"arguments", "parameters"}:
+        return None
+    return make_call(found.get("name"), found.get("arguments", found.get("parameters")))
 
 
 def make_call(name: object, arguments: object) -> inference_pb2.ToolCall | None:
-    """Returns a call with JSON arguments; None if the name or the arguments are not valid."""
-    if isinstance(arguments, str):  # some models encode the arguments twice
+    """Returns a call with JSON arguments; None if the name or the arguments are not valid.
+
+    For a call without arguments some models write null or nothing instead of an empty object.
+    """
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    elif isinstance(arguments, str):  # some models encode the arguments twice
         arguments = json_object(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None

@@ -107,6 +107,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (HERMES, f"{hermes('now', '{}')} b", "b", [("now", "{}")]),
     (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
     (HERMES, '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', "", [("now", "{}")]),
+    (HERMES, hermes("now", "null"), "", [("now", "{}")]),
+    (HERMES, hermes("now", '""'), "", [("now", "{}")]),
+    (HERMES, hermes("now", '" \\n"'), "", [("now", "{}")]),
+    (HERMES, hermes("now", '"x"'), hermes("now", '"x"'), []),
     (
         HERMES,
         hermes("weather", '{"city": "</tool_call>"}'),
@@ -139,6 +143,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     (LLAMA, f"{llama('now', '{}')}\n{llama('now', '{}')};", "", [("now", "{}")] * 2),
     (LLAMA, llama("weather", '{"city": "}\\"; {"}'), "", [("weather", '{"city": "}\\"; {"}')]),
+    (LLAMA, llama("now", "null"), "", [("now", "{}")]),
     (LLAMA, '{"answer": {"x": 1}} it is', '{"answer": {"x": 1}} it is', []),
     (LLAMA, '{"name": "Ada"}', '{"name": "Ada"}', []),
     (LLAMA, f"{llama('now', '{}')} then", "then", [("now", "{}")]),

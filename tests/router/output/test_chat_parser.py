@@ -79,6 +79,9 @@ CALLS: list[tuple[str, str, Read]] = [
     ),
     ("openai", "<|channel|>final<|message|>Hi.<|return|>", ("Hi.", "", [])),
     ("openai", f"{COMMENTARY}{{broken<|call|>", (f"{COMMENTARY}{{broken<|call|>", "", [])),
+    ("openai", f"{COMMENTARY}<|call|>", ("", "", [("weather", {})])),
+    ("openai", f"{COMMENTARY} \n<|call|>", ("", "", [("weather", {})])),
+    ("openai", f"{COMMENTARY}null<|call|>", ("", "", [("weather", {})])),
     ("openai", "no channel", ("no channel", "", [])),
     ("mistral", f"[TOOL_CALLS]{LIST}", ("", "", TWO)),
     ("mistral", f"I look.[TOOL_CALLS] {LIST}", ("I look.", "", TWO)),
@@ -97,6 +100,7 @@ CALLS: list[tuple[str, str, Read]] = [
     ("phi4_mini_json", f"functools{LIST}", ("", "", TWO)),
     ("phi4_mini_json", "use functools.cache", ("use functools.cache", "", [])),
     ("granite", f"<|tool_call|>{LIST}", ("", "", TWO)),
+    ("granite", '<|tool_call|>{"name": "now", "arguments": null}', ("", "", [("now", {})])),
     (
         "granite",
         '<|tool_call|>{"name": "now", "arguments": [1]}',
