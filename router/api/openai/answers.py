@@ -159,7 +159,7 @@ class ResponseWriter(StreamWriter):
         index = self._index(prompt, message)
         members += self._id_member(message)
         if index not in self._text_logprobs:
-            self._text_logprobs[index] = self._echoed(prompt).fork()
+            self._text_logprobs[index] = self._echoed(prompt, message.text).fork()
             members += self._prompt_id_member(prompt)
         self._text_logprobs[index].take(message.logprobs)
         choice = {"index": index} | self._finish(message) | {"text": message.text}
@@ -208,12 +208,16 @@ class ResponseWriter(StreamWriter):
             for i, call in enumerate(calls, start)
         ]
 
-    def _echoed(self, prompt: int) -> TextLogprobs:
-        """Returns the log probabilities that the choices of a prompt begin with (cached)."""
+    def _echoed(self, prompt: int, text: str) -> TextLogprobs:
+        """Returns the log probabilities that the choices of a prompt begin with (cached).
+
+        `text`: of one of the choices.
+        """
         if prompt not in self._echoed_logprobs:
             self._echoed_logprobs[prompt] = TextLogprobs()
             if self._request.common.echo and self._request.common.HasField("logprobs"):
-                self._echoed_logprobs[prompt].take(self._prompt_logprobs.get(prompt, ()))
+                tokens = self._prompt_logprobs.get(prompt, ())
+                self._echoed_logprobs[prompt].take_prompt(tokens, text)
         return self._echoed_logprobs[prompt]
 
     def _prompt_logprob_member(self, prompt: int) -> str:

@@ -8,10 +8,13 @@ import codecs
 import copy
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from ....proto import inference_pb2
 from ....proto.limits import MIN_LOGPROB
+
+_MAX_ADDED: Final = 64  # characters that a tokenizer puts before a text
+_COMPARED: Final = 256  # characters, enough to find where the text begins
 
 
 class TextLogprobs:
@@ -19,7 +22,7 @@ class TextLogprobs:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
+        self._offset = 0  # negative before the begin of the text
         self._rendered: dict[str, tuple[str, ...]] = {}  # by list, its entries as JSON
 
     def fork(self) -> Self:
@@ -28,6 +31,18 @@ class TextLogprobs:
         other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         other._decoder.setstate(self._decoder.getstate())
         return other
+
+    def take_prompt(self, tokens: Sequence[inference_pb2.TokenLogprobs], text: str) -> None:
+        """Adds the tokens of the prompt; `text` begins with the prompt.
+
+        The text lacks the special tokens that the tokenizer puts first, and the space that
+        SentencePiece puts before the first word. They have the offset 0.
+        """
+        named = _text(b"".join(each.token.text for each in tokens))
+        lengths = range(min(len(named), _MAX_ADDED) + 1)
+        starts = (each for each in lengths if text.startswith(named[each : each + _COMPARED]))
+        self._offset = -next(starts, 0)
+        self.take(tokens)
 
     def take(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None:
         """Adds the next tokens of the choice."""
@@ -55,7 +70,7 @@ class TextLogprobs:
         """Returns the number of characters before the token, without one that it completes."""
         offset = self._offset
         self._offset += len(self._decoder.decode(text))
-        return offset
+        return max(offset, 0)
 
 
 def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:

@@ -8,12 +8,15 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from tandem.proto import errors
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA
 from tandem.tests.router.conftest import Service
-from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
 
 TOOLS: list[ChatCompletionToolParam] = [
     {
@@ -588,3 +591,58 @@ async def test_special_tokens_of_a_prompt_are_echoed(client: openai.AsyncOpenAI)
         for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
             assert choice.text[offset : offset + len(token)] == token
     assert texts == [text, text]
+
+
+def bytes_after_begin() -> Tokenizer:
+    """Returns a tokenizer that puts a special token before a text."""
+    tokenizer = byte_tokenizer()
+    tokenizer._backend.post_processor = processors.TemplateProcessing(
+        "<|begin|> $A", None, [("<|begin|>", BOS_ID)]
+    )
+    return tokenizer
+
+
+def words_after_begin() -> Tokenizer:
+    """Returns a tokenizer as by SentencePiece, whose first word begins with a space."""
+    pieces = [("<unk>", -9.0), *((piece, -5.0) for piece in ("\u2581", "a", "b", "\u2581a"))]
+    backend = Backend(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 5)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "offsets"),
+    [
+        (bytes_after_begin(), "a b", [0, 0, 1, 2, 3]),
+        (bytes_after_begin(), "<|begin|>b", [0, 0, 9, 10]),
+        (bytes_after_begin(), [BOS_ID, BOS_ID, 97], [0, 0, 9, 10]),
+        (bytes_after_begin(), [97, 98], [0, 1, 2]),
+        (bytes_after_begin(), "", [0, 0]),
+        (words_after_begin(), "ab a", [0, 0, 1, 2, 4]),
+        (words_after_begin(), "a", [0, 0, 1]),
+        (words_after_begin(), "  a", [0, 0, 1, 3]),
+        (words_after_begin(), [4, 2, 4], [0, 1, 2, 4]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_if_the_echo_lacks_what_the_tokenizer_adds(
+    service: Service,
+    client: openai.AsyncOpenAI,
+    prompt: str | list[int],
+    offsets: list[int],
+    stream: bool,
+) -> None:
+    """It adds a special token or, like SentencePiece, a space before the text."""
+    service.source.answer = [2]
+    made: Any = await client.completions.create(
+        model="tiny", prompt=prompt, echo=True, logprobs=0, max_tokens=1, n=2, stream=stream
+    )
+    choices = [chunk.choices[0] async for chunk in made] if stream else made.choices
+    assert [choice.logprobs.text_offset for choice in choices] == [offsets, offsets]
+    for choice in choices:
+        tokens = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+        for token, offset in list(tokens)[2:]:
+            assert choice.text[offset : offset + len(token)] == token
