@@ -14,6 +14,9 @@ MAX_MESSAGE_ELEMENTS: Final = 65_536
 Parsing this number takes 50 ms.
 """
 
+MAX_JSON_DEPTH: Final = 200
+"""Levels of lists and objects in JSON that a string holds; HTTP bodies have the same bound."""
+
 MAX_PROMPT_CHARACTERS: Final = 1_000_000
 MAX_PROMPTS: Final = 128
 """Number of prompts in one HTTP body."""

@@ -37,6 +37,7 @@ from ..telemetry.trace import CURRENT_REQUEST
 _log = logging.getLogger(__name__)
 
 _PIECE_TOKENS: Final = 8_192  # copied in one call, which holds the interpreter's lock
+_MAX_FRAMES: Final = 20  # in the log, the last ones: a recursion has a thousand
 _MAX_LISTED: Final = 16  # names in an error
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -57,7 +58,7 @@ def tandem_errors_only() -> Iterator[None]:
     except Exception as error:
         places = [
             f"{Path(each.filename).name}:{each.lineno} {each.name}"
-            for each in extract_tb(error.__traceback__)
+            for each in extract_tb(error.__traceback__, limit=-_MAX_FRAMES)
         ]
         _log.error(
             "a request failed by a defect of the service: %s at %s",

@@ -6,6 +6,7 @@ Knows nothing of tokens.
 import json
 import re
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 from jinja2.defaults import DEFAULT_NAMESPACE
@@ -16,6 +17,9 @@ from ...proto.parameters import check_count, check_length
 
 _PATH: Final = "prompt.chat"
 _TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}")
+
+_JSON_MARKS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
+"""A string, or a mark outside of strings where a list or an object begins or ends."""
 
 _NAMES_DEVELOPER: Final = re.compile(r"""["']developer["']""")
 
@@ -79,6 +83,7 @@ def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
     check_count(
         len(chat.template_kwargs), limits.MAX_TEMPLATE_KWARGS_CHARACTERS, "characters", field
     )
+    _check_depth(chat.template_kwargs, field)
     given = json_object(chat.template_kwargs)
     if given is None:
         raise InvalidArgument("must be a JSON object", field)
@@ -132,12 +137,17 @@ def parameters_schema(tool: inference_pb2.Tool) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Parses a JSON object; returns None if `text` is not one, or if it has no valid JSON form."""
+    """Parses a JSON object.
+
+    Returns None if `text` is not one, is nested too deeply, or has no valid JSON form.
+    """
+    if _is_too_deep(text):
+        return None
     try:
         value = json.loads(text)
         # Fails for NaN, infinities and lone surrogates.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeEncodeError are ValueErrors
+    except ValueError:  # also JSONDecodeError and UnicodeEncodeError
         return None
     return value if isinstance(value, dict) else None
 
@@ -186,6 +196,7 @@ def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
             len(call.id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_calls[{i}].id"
         )
         _check_tool_name(call.name, f"{path}.tool_calls[{i}].name")
+        _check_depth(call.arguments, f"{path}.tool_calls[{i}].arguments")
 
 
 def _check_tools(chat: inference_pb2.Chat) -> None:
@@ -200,6 +211,7 @@ def _check_tools(chat: inference_pb2.Chat) -> None:
         check_count(
             len(tool.parameters), limits.MAX_GRAMMAR_CHARACTERS, "characters", f"{path}.parameters"
         )
+        _check_depth(tool.parameters, f"{path}.parameters")
         schema = json_object(tool.parameters or "{}")
         if schema is None or schema.get("type", "object") != "object":
             raise InvalidArgument("must be the JSON schema of an object", f"{path}.parameters")
@@ -234,6 +246,25 @@ def _check_tool_name(name: str, field: str) -> None:
             f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters: letters, digits and _.:/-",
             field,
         )
+
+
+def _check_depth(text: str, field: str) -> None:
+    if _is_too_deep(text):
+        raise InvalidArgument(
+            f"is nested too deeply; the maximum is {limits.MAX_JSON_DEPTH} levels", field
+        )
+
+
+def _is_too_deep(text: str) -> bool:
+    """Returns True if a text of JSON has more than MAX_JSON_DEPTH levels.
+
+    Functions that call themselves for each level have room for about 500 levels.
+    """
+    if text.count("{") + text.count("[") <= limits.MAX_JSON_DEPTH:
+        return False
+    marks = (match[0] for match in _JSON_MARKS.finditer(text))
+    steps = ((mark in "[{") - (mark in "]}") for mark in marks if mark[0] != '"')
+    return max(accumulate(steps), default=0) > limits.MAX_JSON_DEPTH
 
 
 def _num_characters(chat: inference_pb2.Chat) -> int:

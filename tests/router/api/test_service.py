@@ -375,6 +375,17 @@ def test_a_defect_becomes_an_internal_error_with_a_fixed_text(
     assert "secret" not in caplog.text
 
 
+def test_the_log_of_a_defect_has_its_last_frames_only(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(depth: int) -> None:
+        if not depth:
+            raise KeyError
+        fail(depth - 1)
+
+    with pytest.raises(InternalError), tandem_errors_only():
+        fail(100)
+    assert caplog.text.count("test_service.py") == 20
+
+
 async def test_other_names_of_the_model(model: ServedModel) -> None:
     """All names work. Hub ids are listed; the path of a folder is not."""
     adapter = LoraAdapter(name="mine", folder="/mine", fingerprint=b"1")

@@ -39,6 +39,11 @@ def tool(name: str = "weather", **fields: Any) -> inference_pb2.Tool:
     return inference_pb2.Tool(name=name, **fields)
 
 
+def nested(levels: int) -> str:
+    return '{"a":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+
+DEEP, TOO_DEEP = nested(limits.MAX_JSON_DEPTH), nested(limits.MAX_JSON_DEPTH + 1)
 MAX_CHARACTERS, NAME = limits.MAX_PROMPT_CHARACTERS, "n" * limits.MAX_NAME_CHARACTERS
 AT_THE_BOUNDS = [
     chat(*[("user", "x")] * limits.MAX_CHAT_MESSAGES),
@@ -52,6 +57,13 @@ AT_THE_BOUNDS = [
     chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=NAME, name=NAME)]),
     chat(tools=[tool(parameters='{"a": "%s"}' % ("x" * (limits.MAX_GRAMMAR_CHARACTERS - 9)))]),
     chat(template_kwargs='{"a": "%s"}' % ("x" * (limits.MAX_TEMPLATE_KWARGS_CHARACTERS - 9))),
+    chat(
+        messages=[call(name="f", arguments=DEEP)],
+        tools=[tool(parameters=DEEP)],
+        template_kwargs=DEEP,
+    ),
+    chat(messages=[call(name="f", arguments='{"a": "\\"%s"}' % ("[" * 900))]),
+    chat(messages=[call(name="f", arguments="[" + "[], " * 900 + "0]")]),
     chat(("assistant", "so"), continue_final_message=True),
 ]
 REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
@@ -77,6 +89,17 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "messages[0].tool_calls[0].id",
         "maximum is 64",
     ),
+    (
+        chat(messages=[call(name="f", arguments=TOO_DEEP)]),
+        "messages[0].tool_calls[0].arguments",
+        "nested too deeply; the maximum is 200 levels",
+    ),
+    (
+        chat(messages=[call(name="f", arguments="[" * 100_000)]),
+        "messages[0].tool_calls[0].arguments",
+        "too deeply",
+    ),
+    (chat(template_kwargs=TOO_DEEP), "template_kwargs", "too deeply"),
     (
         chat(
             messages=[
@@ -112,7 +135,8 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (chat(tools=[tool(parameters="[]")]), "tools[0].parameters", "JSON schema"),
     (chat(tools=[tool(parameters='{"a": NaN}')]), "tools[0].parameters", "JSON schema"),
     (chat(tools=[tool(parameters='{"type": "string"}')]), "tools[0].parameters", "of an object"),
-    (chat(tools=[tool(parameters='{"a":' * 20_000)]), "tools[0].parameters", "JSON schema"),
+    (chat(tools=[tool(parameters='{"a":' * 20_000)]), "tools[0].parameters", "too deeply"),
+    (chat(tools=[tool(parameters=TOO_DEEP)]), "tools[0].parameters", "too deeply"),
     (chat(tool_choice=MODES(mode=MODES.MODE_REQUIRED)), "tool_choice", "no tools"),
     (chat(tool_choice=MODES(mode=9)), "tool_choice.mode", "not a mode"),  # type: ignore[arg-type]
     (
@@ -170,6 +194,7 @@ def test_json_object_parses_objects_only() -> None:
         '{"a": Infinity}',
         '{"a": "\\udc00"}',
         "[" * 100_000,
+        TOO_DEEP,
         '{"a": ' + "9" * 5_000 + "}",
     ):
         assert json_object(text) is None

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from tandem.cluster.store.store import get_model
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend.chat import check_chat
 from tandem.router.frontend.spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -170,6 +171,21 @@ async def test_the_assistant_s_own_markup_stays_a_token(tiny: Tokenizer) -> None
         chat(("user", THINK), ("assistant", f"{THINK}hm{START}"), ("user", "x"))
     )
     assert texts_of(tiny, ids) == [START, END, START, THINK, END, START, END, START, THINK]
+
+
+async def test_arguments_at_the_bound_of_nesting_are_escaped() -> None:
+    tokenizer = chatml_tokenizer(
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    )
+    levels = limits.MAX_JSON_DEPTH
+    arguments = '{"a": ' * levels + f'"{START}"' + "}" * levels
+    called = inference_pb2.ToolCall(name="f", arguments=arguments)
+    message = inference_pb2.ChatMessage(role="assistant", tool_calls=[called])
+    asked = inference_pb2.Chat(messages=[message])
+    check_chat(asked)
+    ids = await tokenizer.encode_chat(asked)
+    assert not texts_of(tokenizer, ids)
+    assert tokenizer.decode(ids, skip_special=False) == arguments
 
 
 @settings(max_examples=60)
