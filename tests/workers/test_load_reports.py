@@ -1,20 +1,13 @@
 """Tests how often a worker reports its load to the sessions of routers, in simulated time."""
 
 import asyncio
-from collections.abc import Callable
 from itertools import pairwise
 from typing import cast
 
-import pytest
-
 from tandem.cluster.sim.loop import run_simulated
 from tandem.proto import worker_pb2
-from tandem.tests.fleet import fake_rank
-from tandem.tests.workers.raw_session import submit, worker_of
-from tandem.workers.serve import load_reports
 from tandem.workers.serve.load_reports import IDLE_SECONDS, LOAD_SECONDS, LoadReports
 from tandem.workers.serve.session import RouterSession, WorkerRequest
-from tandem.workers.tp.kv_group import KvGroup
 
 
 class Reporter:
@@ -81,27 +74,6 @@ def test_a_change_that_the_engine_applies_later_is_reported() -> None:
         await reporter.end()
 
     run_simulated(run())
-
-
-async def test_blocks_that_a_transfer_used_for_long_after_the_request_are_reported_as_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stop = KvGroup.stop
-
-    def stop_later(self: KvGroup, sequence_id: int, then: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(3 * LOAD_SECONDS, stop, self, sequence_id, then)
-
-    monkeypatch.setattr(KvGroup, "stop", stop_later)
-    monkeypatch.setattr(load_reports, "IDLE_SECONDS", 0.0)
-    async with worker_of(fake_rank(), "prefill") as (_, session):
-        await session.send(submit(task=worker_pb2.TASK_PREFILL))
-        await session.until(lambda output: bool(output.tokens.ids))
-        await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
-        load = worker_pb2.WorkerLoad(num_running=1)
-        while load.num_running or load.leased_blocks or load.owned_blocks:
-            message = await session.read()
-            assert message is not None
-            load = message.load if message.HasField("load") else load
 
 
 def test_cache_changes_go_to_idle_sessions_with_the_next_report() -> None:

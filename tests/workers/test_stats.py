@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tandem.cluster.serve.status import WorkerStatuses
+from tandem.proto import worker_pb2
 from tandem.proto.metrics import (
     BLOCKS,
     CPU_POWER,
@@ -37,13 +38,16 @@ from tandem.tests.token_request import token_request
 from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
-from tandem.tests.workers.raw_session import RawSession, idle, submit
+from tandem.tests.workers.raw_session import RawSession, idle, submit, worker_of
 from tandem.tests.workers.test_power import Host
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.serve import load_reports
+from tandem.workers.serve.load_reports import LOAD_SECONDS
 from tandem.workers.serve.stats import WorkerStats
 from tandem.workers.serve.watchdog import Watchdog
 from tandem.workers.serve.worker import Worker
+from tandem.workers.tp.kv_group import KvGroup
 from tandem.workers.transfer.frames import TransferError
 
 
@@ -345,3 +349,24 @@ async def test_a_device_that_is_lost_while_nothing_runs_is_found() -> None:
     with pytest.raises(RuntimeError, match="has failed"):
         worker.check_health()
     await worker.stop()
+
+
+async def test_blocks_that_a_transfer_used_for_long_after_the_request_are_reported_as_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop = KvGroup.stop
+
+    def stop_later(self: KvGroup, sequence_id: int, then: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(3 * LOAD_SECONDS, stop, self, sequence_id, then)
+
+    monkeypatch.setattr(KvGroup, "stop", stop_later)
+    monkeypatch.setattr(load_reports, "IDLE_SECONDS", 0.0)
+    async with worker_of(fake_rank(), "prefill") as (_, session):
+        await session.send(submit(task=worker_pb2.TASK_PREFILL))
+        await session.until(lambda output: bool(output.tokens.ids))
+        await session.send(Cancel(request_id="a", attempt=1))
+        load = worker_pb2.WorkerLoad(num_running=1)
+        while load.num_running or load.leased_blocks or load.owned_blocks:
+            message = await session.read()
+            assert message is not None
+            load = message.load if message.HasField("load") else load
