@@ -2,7 +2,8 @@
 
 A chat template shows its model's format by a text that only such templates have. Most formats
 declare where calls and reasoning begin and end in the form of transformers' response templates.
-Hermes and Llama 3 have parsers in output/tool_parser.py, because a tag in an argument is text.
+Hermes, Qwen3-Coder and Llama 3 have parsers in output/tool_parser.py, because there a tag in an
+argument is text.
 
 Knows nothing of tokens.
 """
@@ -118,7 +119,6 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "qwen3_coder": ChatFormat(  # a demanded call is written in Hermes's format
         signs=("<function=",),
         markup=CALL_MARKUP,
-        fields=_calls(*CALL_MARKUP),
         grammar=_HERMES_GRAMMAR,
     ),
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),

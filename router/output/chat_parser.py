@@ -19,9 +19,8 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from ...proto import inference_pb2
-from ..frontend.chat import active_tools, parameters_schema
+from ..frontend.chat import active_tools
 from ..frontend.chat_formats import CALL_FORMATS, CONTENT, REASONING_FORMATS
-from ..frontend.json_schemas import resolved
 from ..frontend.tokenizer import Tokenizer
 from .tool_parser import make_call, parser_for
 
@@ -38,10 +37,9 @@ _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _MAX_OPENING_TOKENS: Final = 8
 _MISTRAL_CALL: Final = re.compile(
-    r"\s*([\w.:/-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL
+    r"\s*\[TOOL_CALLS\]\s*([\w.:/-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 )
-_QWEN_CALL: Final = re.compile(r"\s*<function=([\w.:/-]{1,64})>(.*)</function>\s*", re.DOTALL)
-_QWEN_ARGUMENT: Final = re.compile(r"\s*<parameter=([^>]{1,64})>\n?(.*?)\n?", re.DOTALL)
+_JSON: Final = json.JSONDecoder()
 _GEMMA_CALL: Final = re.compile(r"\s*call:([\w.:/-]{1,64})(\{.*\})\s*", re.DOTALL)
 
 
@@ -73,7 +71,6 @@ class ChatParser:
             tokenizer.ids_of(markup) & tokenizer.special_ids if markup else frozenset()
         )
         """Special tokens whose text the parser needs."""
-        self._tools = {tool.name: tool for tool in chat.tools}
         self._read_calls = _READERS.get(calls)
         ends = CALL_FORMATS[calls].fields["tool_calls"].get("close", ()) if self._read_calls else ()
         self._end: str = next(iter(ends), "")
@@ -148,10 +145,7 @@ class ChatParser:
         if self._read_calls is None:
             return []
         try:
-            found = [
-                make_call(name, arguments)
-                for name, arguments in self._read_calls(region, self._tools)
-            ]
+            found = [make_call(name, arguments) for name, arguments in self._read_calls(region)]
         except (ValueError, RecursionError):
             return []
         calls = [call for call in found if call is not None]
@@ -182,7 +176,7 @@ def _begun(reasoning: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     return next(filter(end.endswith, openings), "")
 
 
-def _listed(region: Mapping[str, str], _tools: "_Tools") -> Sequence[tuple[object, object]]:
+def _listed(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     """Reads a JSON list of calls, or one call."""
     found = json.loads(region["body"])
     return [_pair(each) for each in (found if isinstance(found, list) else [found])]
@@ -194,78 +188,31 @@ def _pair(call: object) -> tuple[object, object]:
     return call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters"))
 
 
-def _mistral(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
-    """Reads a JSON list, which older models write, or names with their arguments."""
+def _mistral(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
+    """Reads a JSON list, which older models write, or names with their arguments.
+
+    Arguments are read up to their end, because a string in them may have the text [TOOL_CALLS].
+    """
     if region["body"].lstrip()[:1] in ("[", "{"):
-        return _listed(region, tools)
-    return [
-        _matched(_MISTRAL_CALL, each, json.loads) for each in region["body"].split("[TOOL_CALLS]")
-    ]
+        return _listed(region)
+    text = (region["open"] + region["body"]).rstrip()
+    found: list[tuple[object, object]] = []
+    end = 0
+    while end < len(text):
+        begin = _MISTRAL_CALL.match(text, end)
+        if begin is None:
+            raise ValueError
+        arguments, end = _JSON.raw_decode(text, begin.end())
+        found.append((begin[1], arguments))
+    return found
 
 
 def _gemma(delimiter: str) -> "_Reader":
     """Returns the reader of calls with unquoted names and strings between `delimiter`s."""
     options = {"unquoted_keys": True, "string_delims": [[delimiter, delimiter]]}
-    return lambda region, _: [
+    return lambda region: [
         _matched(_GEMMA_CALL, region["body"], lambda text: parse_content(text, "json", options))
     ]
-
-
-def _qwen3_coder(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
-    """Reads a call whose arguments are texts between tags, or a call in JSON."""
-    if region["body"].lstrip().startswith("{"):
-        return _listed(region, tools)
-    name, body = _matched(_QWEN_CALL, region["body"], str)
-    *texts, rest = body.split("</parameter>")
-    given = [_matched(_QWEN_ARGUMENT, text, str) for text in texts]
-    if rest.strip() or len(dict(given)) < len(given):
-        raise ValueError
-    root = parameters_schema(tools[name]) if name in tools else {}
-    arguments = resolved(root, root)
-    properties = arguments.get("properties") if isinstance(arguments, dict) else None
-    schemas = properties if isinstance(properties, dict) else {}
-    return [(name, {key: _typed(text, schemas.get(key), root) for key, text in given})]
-
-
-def _typed(text: str, schema: object, root: object) -> object:
-    """Returns an argument in the type of its schema; text unless the schema excludes text."""
-    if _may_be_text(schema, root, {}):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _may_be_text(schema: object, root: object, known: dict[int, bool]) -> bool:
-    """Returns True unless a keyword of the schema excludes text.
-
-    `known`: the results by the id of the schema, so that each schema is read once.
-    """
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict):
-        return True
-    if id(schema) not in known:
-        known[id(schema)] = True  # for a schema that refers to itself
-        known[id(schema)] = all(
-            _allows_text(name, value, root, known) for name, value in schema.items()
-        )
-    return known[id(schema)]
-
-
-def _allows_text(keyword: str, value: object, root: object, known: dict[int, bool]) -> bool:
-    match keyword, value:
-        case "type", _:
-            return "string" in (value if isinstance(value, list) else [value])
-        case "const", _:
-            return isinstance(value, str)
-        case "enum", list():
-            return any(isinstance(each, str) for each in value)
-        case "anyOf" | "oneOf", list():
-            return any(_may_be_text(each, root, known) for each in value)
-        case "allOf", list():
-            return all(_may_be_text(each, root, known) for each in value)
-    return True
 
 
 def _matched(pattern: re.Pattern[str], text: str, read: Callable[[str], _T]) -> tuple[str, _T]:
@@ -275,11 +222,9 @@ def _matched(pattern: re.Pattern[str], text: str, read: Callable[[str], _T]) -> 
     return match[1], read(match[2])
 
 
-_Tools = Mapping[str, inference_pb2.Tool]
-_Reader = Callable[[Mapping[str, str], _Tools], Sequence[tuple[object, object]]]
+_Reader = Callable[[Mapping[str, str]], Sequence[tuple[object, object]]]
 _READERS: Final[Mapping[str, _Reader]] = {
-    "qwen3_coder": _qwen3_coder,
-    "openai": lambda region, _: [(region["name"], json.loads(region["body"].strip() or "null"))],
+    "openai": lambda region: [(region["name"], json.loads(region["body"].strip() or "null"))],
     "mistral_v11": _mistral,
     "mistral": _mistral,
     "functiongemma": _gemma("<escape>"),

@@ -1,7 +1,8 @@
-"""Parses tool calls out of generated text while it arrives, in Hermes's and Llama 3's formats:
+"""Parses tool calls out of generated text while it arrives, in formats where a tag may be text:
 
 - Hermes (Qwen and others): any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
   among text.
+- Qwen3-Coder: the same, or `<tool_call><function=...>...</function></tool_call>`.
 - Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, perhaps after
   `<|python_tag|>`. Several calls are separated by `;`.
 """
@@ -16,6 +17,7 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools, json_object
 from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
 from ..frontend.tokenizer import Tokenizer
+from .qwen_coder import begins_call, ends_call, read_call
 
 _OPEN, _CLOSE = CALL_MARKUP
 _BETWEEN: Final = ";,"  # Llama models write these between two calls
@@ -67,7 +69,12 @@ def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | N
     """Returns the parser for the answer to a checked chat; None if its prompt has no tools."""
     if not active_tools(chat):
         return None
-    return _LlamaParser() if tokenizer.call_format == "llama3_json" else _HermesParser()
+    match tokenizer.call_format:
+        case "llama3_json":
+            return _LlamaParser()
+        case "qwen3_coder":
+            return _QwenCoderParser(chat)
+    return _HermesParser()
 
 
 class _HermesParser(ToolParser):
@@ -95,7 +102,7 @@ class _HermesParser(ToolParser):
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
         if self._held.startswith(_OPEN):
-            call = _call(self._held.removeprefix(_OPEN))
+            call = self._read(self._held.removeprefix(_OPEN))
             if call:  # only its closing tag is missing
                 return "", [call]
         return super().finish()
@@ -116,7 +123,7 @@ class _HermesParser(ToolParser):
         if self._is_argument(end):
             self._from = end + len(_CLOSE)
             return True
-        call = _call(self._held[len(_OPEN) : end])
+        call = self._read(self._held[len(_OPEN) : end])
         end += len(_CLOSE)
         if call:
             self._note_call()
@@ -140,6 +147,31 @@ class _HermesParser(ToolParser):
             return True
         self._checked = end
         return _ends_in_string(self._held[len(_OPEN) : end])
+
+    def _read(self, text: str) -> inference_pb2.ToolCall | None:
+        """Returns the call between the tags; None if it is not valid."""
+        return _call(text)
+
+
+class _QwenCoderParser(_HermesParser):
+    """Parses calls with a function between the tags, or with JSON as in Hermes's format."""
+
+    def __init__(self, chat: inference_pb2.Chat) -> None:
+        super().__init__()
+        self._tools = {tool.name: tool for tool in chat.tools}
+
+    def _is_argument(self, end: int) -> bool:
+        if begins_call(self._held, len(_OPEN)):
+            return not ends_call(self._held, end)
+        return super()._is_argument(end)
+
+    def _read(self, text: str) -> inference_pb2.ToolCall | None:
+        if not begins_call(text, 0):
+            return super()._read(text)
+        try:
+            return make_call(*read_call(text, self._tools))
+        except (ValueError, RecursionError):
+            return None
 
 
 class _LlamaParser(ToolParser):

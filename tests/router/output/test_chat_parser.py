@@ -90,6 +90,16 @@ CALLS: list[tuple[str, str, Read]] = [
     ("mistral_v11", f"[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}", ("", "", TWO)),
     ("mistral_v11", f"a[TOOL_CALLS]weather[CALL_ID]x1[ARGS]{CITY}", ("a", "", ONE)),
     (
+        "mistral_v11",
+        f'[TOOL_CALLS]now[ARGS]{{"x": "[TOOL_CALLS]"}} [TOOL_CALLS] weather{CITY}\n',
+        ("", "", [("now", {"x": "[TOOL_CALLS]"}), *ONE]),
+    ),
+    (
+        "mistral_v11",
+        f"[TOOL_CALLS]weather[ARGS]{CITY} so",
+        (f"[TOOL_CALLS]weather[ARGS]{CITY} so", "", []),
+    ),
+    (
         "functiongemma",
         "<start_function_call>call:weather{city:<escape>Köln<escape>}<end_function_call>",
         ("", "", ONE),
@@ -120,6 +130,29 @@ CALLS: list[tuple[str, str, Read]] = [
         "qwen3_coder",
         f"a\n{CODER}\nb",
         ("a\n\nb", "", [("weather", {"city": "Köln", "days": "3", "x": "</a>"})]),
+    ),
+    *(
+        (
+            "qwen3_coder",
+            f"<tool_call><function=now><parameter=x>{text}</parameter>\n<parameter=y>\n5\n"
+            f"</parameter>\n</function>\n</tool_call> so {hermes('weather', CITY)}",
+            ("so", "", [("now", {"x": text, "y": "5"}), *ONE]),
+        )
+        for text in (
+            "use </parameter> here",
+            'use "</tool_call> here',
+            "</function> </parameter></tool_call> <tool_call>",
+        )
+    ),
+    (
+        "qwen3_coder",
+        hermes("now", '{"x": "</tool_call>"}'),
+        ("", "", [("now", {"x": "</tool_call>"})]),
+    ),
+    (
+        "qwen3_coder",
+        "in <tool_call></tool_call>: <tool_call><function=now></function>",
+        ("in <tool_call></tool_call>:", "", [("now", {})]),
     ),
     ("qwen3_coder", hermes("weather", CITY), ("", "", ONE)),
     (

@@ -1,0 +1,94 @@
+"""Reads a call in Qwen3-Coder's format, whose arguments are texts between tags.
+
+A tag in an argument is text: an argument ends where another one or the end of the call follows.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ...proto import inference_pb2
+from ..frontend.chat import parameters_schema
+from ..frontend.json_schemas import resolved
+
+_BEGIN: Final = re.compile(r"\s*<function=")
+_CALL: Final = re.compile(r"\s*<function=([\w.:/-]{1,64})>(.*)</function>\s*", re.DOTALL)
+_BETWEEN: Final = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
+_ARGUMENT: Final = re.compile(r"<parameter=([^>]{1,64})>\n?(.*?)\n?", re.DOTALL)
+_MAX_SPACE: Final = 64  # characters after the closing tag of the function
+
+
+def begins_call(text: str, at: int) -> bool:
+    """Returns True if a call in this format begins at a position of the text."""
+    return _BEGIN.match(text, at) is not None
+
+
+def ends_call(text: str, end: int) -> bool:
+    """Returns True if the text up to `end` ends a call."""
+    return text[max(end - _MAX_SPACE, 0) : end].rstrip().endswith("</function>")
+
+
+def read_call(text: str, tools: Mapping[str, inference_pb2.Tool]) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the arguments of a call. Raises ValueError."""
+    call = _CALL.fullmatch(text)
+    if call is None:
+        raise ValueError
+    name = call[1]
+    *texts, rest = _BETWEEN.split(call[2].lstrip())
+    given = [_argument(each) for each in texts]
+    if rest or len(dict(given)) < len(given):
+        raise ValueError
+    root = parameters_schema(tools[name]) if name in tools else {}
+    arguments = resolved(root, root)
+    properties = arguments.get("properties") if isinstance(arguments, dict) else None
+    schemas = properties if isinstance(properties, dict) else {}
+    return name, {key: _typed(each, schemas.get(key), root) for key, each in given}
+
+
+def _argument(text: str) -> tuple[str, str]:
+    match = _ARGUMENT.fullmatch(text)
+    if match is None:
+        raise ValueError
+    return match[1], match[2]
+
+
+def _typed(text: str, schema: object, root: object) -> object:
+    """Returns an argument in the type of its schema; text unless the schema excludes text."""
+    if _may_be_text(schema, root, {}):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _may_be_text(schema: object, root: object, known: dict[int, bool]) -> bool:
+    """Returns True unless a keyword of the schema excludes text.
+
+    `known`: the results by the id of the schema, so that each schema is read once.
+    """
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict):
+        return True
+    if id(schema) not in known:
+        known[id(schema)] = True  # for a schema that refers to itself
+        known[id(schema)] = all(
+            _allows_text(name, value, root, known) for name, value in schema.items()
+        )
+    return known[id(schema)]
+
+
+def _allows_text(keyword: str, value: object, root: object, known: dict[int, bool]) -> bool:
+    match keyword, value:
+        case "type", _:
+            return "string" in (value if isinstance(value, list) else [value])
+        case "const", _:
+            return isinstance(value, str)
+        case "enum", list():
+            return any(isinstance(each, str) for each in value)
+        case "anyOf" | "oneOf", list():
+            return any(_may_be_text(each, root, known) for each in value)
+        case "allOf", list():
+            return all(_may_be_text(each, root, known) for each in value)
+    return True
