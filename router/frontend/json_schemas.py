@@ -118,7 +118,7 @@ def readable(schema: Any) -> Any:
 def resolved(schema: Any, root: Any) -> Any:
     """Returns the schema that a reference within the document `root` leads to.
 
-    Returns None if there is none.
+    Returns None if the reference leads to nothing.
     """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
