@@ -197,7 +197,11 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
     ),
     "llama3_json": ChatFormat(
         signs=(PYTHON_TAG, '"parameters": dictionary', "'\"parameters\": '"),
-        grammar=CallGrammar(head=('{"name": %j, "parameters": ',), between=("; ",)),
+        # An answer bound to JSON may begin with the same texts, so they are separate as in JSON:
+        # llguidance's lexer takes the longest literal that may follow and never goes back.
+        grammar=CallGrammar(
+            head=("{", '"name"', ": ", "%j", ", ", '"parameters"', ": "), between=("; ",)
+        ),
     ),
 }
 """By name; the first format whose sign a template has counts."""

@@ -9,7 +9,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 from weakref import WeakValueDictionary
 
 import llguidance
@@ -147,6 +147,27 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
         raise InvalidArgument(
             f"has {size} characters; it must have 1 to {limits.MAX_GRAMMAR_CHARACTERS}", field
         )
+
+
+def either(first: str, second: str) -> str:
+    """Returns the grammar of the texts of two grammars, each in the format of llguidance.
+
+    The result is to be validated. Raises ValueError if a schema in them is nested too deeply.
+    """
+    try:
+        named = [*_named(first, "first"), *_named(second, "second")]
+        grammars = [{"lark_grammar": "start: @first | @second"}, *named]
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _named(grammar: str, name: str) -> list[dict[str, Any]]:
+    """Returns a grammar as a part of another one, which refers to it by `name`."""
+    if not grammar.lstrip().startswith("{"):  # it is not JSON
+        return [{"name": name, "lark_grammar": grammar}]
+    first, *others = json.loads(grammar)["grammars"]
+    return [first | {"name": name}, *others]
 
 
 def make_answer() -> Callable[[bytes], bytes]:

@@ -116,10 +116,7 @@ def readable(schema: Any) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Returns the schema that a reference within the document `root` leads to.
-
-    Returns None if the reference leads to nothing.
-    """
+    """Returns the schema that a reference within the document `root` leads to; None if missing."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break

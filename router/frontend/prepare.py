@@ -27,12 +27,12 @@ from ..stopping.rules import stop_rules
 from ..telemetry.trace import TraceContext
 from ..turns import droppable_parts, without
 from ..watermark.rules import WatermarkRules, choose_watermark
-from .chat import check_chat
-from .constraint import GrammarValidator
+from .chat import check_chat, must_call
+from .constraint import GrammarValidator, either
 from .fair_threads import CHECKING, COMPILING
 from .prepared import PreparedRequest, resumed
 from .tokenizer import Tokenizer
-from .tools import tool_call_constraint
+from .tools import optional_call_constraint, tool_call_constraint
 from .validation import (
     answer_size,
     check_answer_size,
@@ -322,7 +322,10 @@ def _unique_id(request_id: str) -> str:
 async def _grammar(
     request: inference_pb2.GenerateRequest, model: ServedModel, caller: Caller
 ) -> str:
-    """Returns the grammar of the constraint or of the demanded tool calls; "" without either."""
+    """Returns the grammar of the demanded tool calls or of the constraint; "" without either.
+
+    If the model may call a tool, the grammar of the constraint has calls as well.
+    """
     constraint = request.constraint if request.HasField("constraint") else None
     field = ""
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
@@ -339,7 +342,24 @@ async def _grammar(
             raise InvalidArgument(
                 "not allowed with a constraint, which determines the end", f"stopping.{name}"
             )
-    return await model.grammars.validate(constraint, field, caller.turn, caller.cache_salt)
+    grammar = await model.grammars.validate(constraint, field, caller.turn, caller.cache_salt)
+    if chat is None or must_call(chat):
+        return grammar
+    return await _with_calls(grammar, chat, model, caller)
+
+
+async def _with_calls(
+    grammar: str, chat: inference_pb2.Chat, model: ServedModel, caller: Caller
+) -> str:
+    """Returns the grammar of an answer with the calls that may take its place."""
+    calls = optional_call_constraint(chat, model.tokenizer)
+    if calls is None:
+        return grammar
+    try:
+        both = inference_pb2.Constraint(grammar=either(calls.grammar, grammar))
+    except ValueError as error:
+        raise InvalidArgument(f"{error} to be combined with tools", "constraint") from None
+    return await model.grammars.validate(both, "prompt.chat.tools", caller.turn, caller.cache_salt)
 
 
 def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:

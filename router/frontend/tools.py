@@ -1,12 +1,12 @@
-"""Makes the grammar that demands a tool call, in the format of the model's chat template."""
+"""Makes the grammars of tool calls, in the format of the model's chat template."""
 
 import json
 from collections.abc import Iterable
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
-from .chat import must_call, parameters_schema
-from .chat_formats import CALL_FORMATS, grammar_texts
+from .chat import active_tools, must_call, parameters_schema
+from .chat_formats import CALL_FORMATS, CallGrammar, grammar_texts
 from .constraint import JSON_STYLE
 from .json_schemas import close_objects, readable
 from .tokenizer import Tokenizer
@@ -17,7 +17,6 @@ def tool_call_constraint(
 ) -> inference_pb2.Constraint | None:
     """Returns the grammar of the tool calls that a checked chat demands; None if it demands none.
 
-    It allows one or more calls; only one call if the chat names the tool or allows a single call.
     Raises InvalidArgument if the tools are too large together, or if the format has no grammar.
     """
     if not must_call(chat):
@@ -27,6 +26,35 @@ def tool_call_constraint(
         raise InvalidArgument(
             "a call cannot be demanded in this model's format of calls", "prompt.chat.tool_choice"
         )
+    return _constraint(chat, tokenizer, form)
+
+
+def optional_call_constraint(
+    chat: inference_pb2.Chat, tokenizer: Tokenizer
+) -> inference_pb2.Constraint | None:
+    """Returns the grammar of the tool calls that may take the place of a bound answer.
+
+    Returns None if a checked chat permits no calls. Raises as `tool_call_constraint`.
+    """
+    if not active_tools(chat):
+        return None
+    form = CALL_FORMATS[tokenizer.call_format].grammar
+    if form is None:
+        raise InvalidArgument(
+            "not allowed together with tools in this model's format of calls; set tool_choice to "
+            "none",
+            "constraint",
+        )
+    return _constraint(chat, tokenizer, form)
+
+
+def _constraint(
+    chat: inference_pb2.Chat, tokenizer: Tokenizer, form: CallGrammar
+) -> inference_pb2.Constraint:
+    """Returns the grammar of one or more calls.
+
+    It has only one call if the chat names the tool or allows a single call.
+    """
     named = chat.tool_choice.mode == inference_pb2.ToolChoice.MODE_NAMED
     tools = [tool for tool in chat.tools if not named or tool.name == chat.tool_choice.name]
 

@@ -20,6 +20,7 @@ from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prom
 from tandem.tests.router.auth.keys import api_key
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
+from tandem.tests.router.frontend.test_tools import accepts
 from tandem.tests.waits import WAIT
 
 PATH = "/v1/messages"
@@ -227,6 +228,17 @@ async def test_a_format_does_not_bind_a_call_that_is_demanded(
         )
         assert [block.type for block in said.content] == ["tool_use"]
         assert '"age"' not in service.source.requests[-1].submit.grammar
+
+
+async def test_a_format_leaves_room_for_a_call(
+    service: Service, client: anthropic.AsyncAnthropic
+) -> None:
+    form = {"type": "json_schema", "schema": {"properties": {"age": {"type": "integer"}}}}
+    for answer, kind in ((CALL, "tool_use"), ('{"age": 36}', "text")):
+        service.source.answer = [*answer.encode(), EOS_ID]
+        said = await ask(client, tools=TOOLS, extra_body={"output_config": {"format": form}})
+        assert [block.type for block in said.content] == [kind]
+        assert accepts(service.source.requests[-1].submit.grammar, answer)
 
 
 async def test_counting_tokens(service: Service, client: anthropic.AsyncAnthropic) -> None:

@@ -17,6 +17,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
+from tandem.tests.router.frontend.test_tools import accepts
 
 TOOLS: list[ChatCompletionToolParam] = [
     {
@@ -28,6 +29,17 @@ TOOLS: list[ChatCompletionToolParam] = [
         },
     }
 ]
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+PERSON_FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "schema": Person.model_json_schema()},
+}
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello?"}]
 
 
@@ -294,13 +306,13 @@ async def test_a_format_does_not_bind_a_call_that_is_demanded(
 ) -> None:
     service.source.answer = [*CALL.encode(), EOS_ID]
     choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
-    form: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "person", "schema": Person.model_json_schema()},
-    }
     for choice in choices:
         said = await client.chat.completions.create(
-            model="tiny", messages=ASK, tools=TOOLS, tool_choice=choice, response_format=form
+            model="tiny",
+            messages=ASK,
+            tools=TOOLS,
+            tool_choice=choice,
+            response_format=PERSON_FORMAT,
         )
         assert said.choices[0].finish_reason == "tool_calls"
         assert '"age"' not in service.source.requests[-1].submit.grammar
@@ -314,9 +326,21 @@ async def test_a_format_does_not_bind_a_call_that_is_demanded(
         )
 
 
-class Person(BaseModel):
-    name: str
-    age: int
+async def test_a_format_leaves_room_for_a_call(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    """Without a tool_choice the answer is a call or in the format."""
+    for answer, reason in ((CALL, "tool_calls"), ('{"name": "Ada", "age": 36}', "stop")):
+        service.source.answer = [*answer.encode(), EOS_ID]
+        said = await client.chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, response_format=PERSON_FORMAT
+        )
+        (choice,) = said.choices
+        assert choice.finish_reason == reason
+        assert choice.message.content == (answer if reason == "stop" else None)
+        grammar = service.source.requests[-1].submit.grammar
+        assert accepts(grammar, answer)
+        assert not accepts(grammar, "Hm.")
 
 
 async def test_parse(service: Service, client: openai.AsyncOpenAI) -> None:

@@ -12,6 +12,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+from tandem.tests.router.frontend.test_tools import accepts
 
 TOOLS: Any = [
     {
@@ -133,6 +134,18 @@ async def test_a_format_of_texts_does_not_bind_a_call_that_is_demanded(
     )
     assert [item.type for item in made.output] == ["function_call"]
     assert '"age"' not in service.source.requests[-1].submit.grammar
+
+
+async def test_a_format_of_texts_leaves_room_for_a_call(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    for answer, kind in ((CALL, "function_call"), ('{"name": "Ada", "age": 36}', "message")):
+        service.source.answer = [*answer.encode(), EOS_ID]
+        made = await client.responses.parse(
+            model="tiny", input="hello?", tools=TOOLS, text_format=Person
+        )
+        assert [item.type for item in made.output] == [kind]
+        assert accepts(service.source.requests[-1].submit.grammar, answer)
 
 
 async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpenAI) -> None:

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.frontend.child_process import ChildProcess
-from tandem.router.frontend.constraint import GrammarValidator
+from tandem.router.frontend.constraint import GrammarValidator, either
 from tandem.tests.waits import WAIT
 from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
@@ -344,3 +344,9 @@ async def test_a_schema_that_grows_too_large_is_refused() -> None:
     schemas = [{"pattern": f"^(?:a|{width})"}] * 1_000
     with pytest.raises(InvalidArgument, match="too large once"):
         await grammar_of(json_schema=json.dumps({"anyOf": schemas}))
+
+
+def test_a_schema_that_is_too_deep_is_not_combined() -> None:
+    schema = '{"items": ' * 5_000 + "{}" + "}" * 5_000
+    with pytest.raises(ValueError, match="is nested too deeply"):
+        either("start: /a/", f'{{"grammars": [{{"json_schema": {schema}}}]}}')

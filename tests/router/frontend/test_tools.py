@@ -251,11 +251,11 @@ def test_texts_of_the_grammar_parse_as_calls(template: str) -> None:
             assert not accepts(constraint.grammar, text), text
 
 
-def accepts(lark: str, text: str) -> bool:
+def accepts(grammar: str, text: str) -> bool:
     from llguidance.hf import from_tokenizer
 
     tokenizer = make_tokenizer()
-    matcher = LLMatcher(from_tokenizer(tokenizer), LLMatcher.grammar_from_lark(lark))
+    matcher = LLMatcher(from_tokenizer(tokenizer), grammar)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer(text)["input_ids"]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -18,6 +18,7 @@ from tandem.router.frontend.chat_formats import (
     call_format,
     reasoning_format,
 )
+from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.frontend.tools import tool_call_constraint
 from tandem.router.output import tool_parser
@@ -492,7 +493,53 @@ def test_names_that_the_configuration_takes() -> None:
 def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
     modes = inference_pb2.ToolChoice
     tokenizer = byte_tokenizer(chat_template=SIGNS[name])
-    texts = {
+    for asked in (chat(modes.MODE_REQUIRED), chat(modes.MODE_NAMED, "weather")):
+        constraint = tool_call_constraint(asked, tokenizer)
+        assert constraint is not None
+        assert accepts(constraint.grammar, written(name))
+        assert not accepts(constraint.grammar, written(name).replace("city", "town"))
+        assert not accepts(constraint.grammar, f"Hm. {written(name)}")
+        assert read(parser(SIGNS[name], asked, is_bound=True), [written(name)]) == ("", "", ONE)
+
+
+AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
+    *(
+        (name, {"json_schema": json.dumps(AGE)}, '{"age": 36}', '{"age": "x"}')
+        for name, form in CALL_FORMATS.items()
+        if form.grammar
+    ),
+    ("hermes", {"json_schema": '{"type": "array"}'}, "[1]", "{}"),
+    ("hermes", {"json_object": True}, '{"x": "<tool_call>"}', "1"),
+    ("hermes", {"regex": "[0-9]+"}, "42", "x"),
+    ("hermes", {"choice": {"texts": ["yes", "no"]}}, "no", "x"),
+    ("hermes", {"grammar": "start: call+\ncall: /[ab]/"}, "abab", "x"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "answer", "other"), ANSWERS)
+async def test_a_call_or_a_bound_answer(
+    name: str, fields: dict[str, Any], answer: str, other: str
+) -> None:
+    model = ServedModel(
+        name="tiny", tokenizer=byte_tokenizer(chat_template=SIGNS[name]), context_tokens=512
+    )
+    asked = chat(messages=[{"role": "user", "content": "x"}])
+    request = inference_pb2.GenerateRequest(prompt={"chat": asked}, constraint=fields)
+    prepared = await prepare(request, model, RequestContext(arrived=0))
+    grammar = prepared.tokens.submit.grammar
+    assert accepts(grammar, answer)
+    assert accepts(grammar, written(name))
+    for text in (other, written(name).replace("city", "town"), f"{answer}{written(name)}"):
+        assert not accepts(grammar, text)
+    for text, expected in ((answer, (answer, "", [])), (written(name), ("", "", ONE))):
+        for pieces in ([text], list(text)):
+            assert read(parser(SIGNS[name], asked, is_bound=True), pieces) == expected
+
+
+def written(name: str) -> str:
+    """Returns a call in a format."""
+    return {
         "qwen3_coder": hermes("weather", CITY),
         "hermes": hermes("weather", CITY),
         "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}",
@@ -506,14 +553,7 @@ def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
             f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>'
         ),
         "llama3_json": llama("weather", CITY),
-    }
-    for asked in (chat(modes.MODE_REQUIRED), chat(modes.MODE_NAMED, "weather")):
-        constraint = tool_call_constraint(asked, tokenizer)
-        assert constraint is not None
-        assert accepts(constraint.grammar, texts[name])
-        assert not accepts(constraint.grammar, texts[name].replace("city", "town"))
-        assert not accepts(constraint.grammar, f"Hm. {texts[name]}")
-        assert read(parser(SIGNS[name], asked, is_bound=True), [texts[name]]) == ("", "", ONE)
+    }[name]
 
 
 def test_a_format_without_a_grammar_refuses_to_demand_a_call() -> None:
@@ -522,6 +562,22 @@ def test_a_format_without_a_grammar_refuses_to_demand_a_call() -> None:
             chat(inference_pb2.ToolChoice.MODE_REQUIRED), byte_tokenizer(SIGNS["functiongemma"])
         )
     assert caught.value.field == "prompt.chat.tool_choice"
+
+
+async def test_a_format_without_a_grammar_refuses_a_bound_answer_beside_tools() -> None:
+    model = ServedModel(
+        name="tiny", tokenizer=byte_tokenizer(SIGNS["functiongemma"]), context_tokens=512
+    )
+    asked = chat(messages=[{"role": "user", "content": "x"}])
+    request = inference_pb2.GenerateRequest(
+        prompt={"chat": asked}, constraint={"json_object": True}
+    )
+    with pytest.raises(InvalidArgument, match="not allowed together with tools") as caught:
+        await prepare(request, model, RequestContext(arrived=0))
+    assert caught.value.field == "constraint"
+    request.prompt.chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_NONE
+    prepared = await prepare(request, model, RequestContext(arrived=0))
+    assert accepts(prepared.tokens.submit.grammar, "{}")
 
 
 async def test_markup_that_is_special_tokens_reaches_the_parser_alone() -> None:
