@@ -110,7 +110,6 @@ class Planner:
         self._report = report
         self._services: dict[Split, tuple[SimulatedService, ServiceCosts]] = {}
         self._results: dict[PlannedRun, RateResult] = {}  # the oldest first
-        self._num_kept = 0  # requests of `_results`
 
     def search(self, splits: Iterable[Split]) -> list[SplitPlan]:
         """Returns the plans of the splits, those with the fewest devices first.
@@ -162,10 +161,8 @@ class Planner:
             arguments = self._arguments(planned)
             result = self._simulations.run(planned, arguments)
             found = self._results[planned] = self._judge(planned.rate, arguments, result)
-            self._num_kept += len(result.requests)
-            while self._num_kept > _MOST_KEPT:
-                oldest = self._results.pop(next(iter(self._results)))
-                self._num_kept -= len(oldest.result.requests)
+            while sum(len(each.result.requests) for each in self._results.values()) > _MOST_KEPT:
+                del self._results[next(iter(self._results))]
         return found
 
     def expect(self, runs: Sequence[PlannedRun]) -> None:

@@ -8,6 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from ..fields import matching
 
 AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)]
+TENANT: Final = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
+"""The name of a tenant or of a key, as a regular expression."""
+
 KeyHash = Annotated[
     str,
     # Not shown in errors, because it may be a key by mistake.

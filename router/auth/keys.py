@@ -20,7 +20,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from ...proto.errors import InvalidArgument, NotFound
 from ..fields import error_text, matching
-from .config import KeyHash
+from .config import TENANT, KeyHash
 
 KEY_PREFIX: Final = "tandem-"
 """Lets people and secret scanners recognise a key."""
@@ -31,7 +31,7 @@ _KEY_BYTES: Final = 32
 _Name = Annotated[
     str,
     matching(
-        r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}",
+        TENANT,
         "1 to 64 letters, digits, '.', '_', '@' and '-', with a letter or digit first",
     ),
 ]

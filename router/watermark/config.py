@@ -5,14 +5,14 @@ from typing import Annotated, Final, Self
 from pydantic import BaseModel, Field, Strict, model_validator
 
 from ...proto.limits import MAX_WATERMARK_CONTEXT, MAX_WATERMARK_DELTA, WATERMARK_GAMMA
-from ..auth.config import SECTION, AbsolutePath
+from ..auth.config import SECTION, TENANT, AbsolutePath
 from ..fields import matching
 
 EVERYONE: Final = "*"
 
 _Tenant = Annotated[
     str,
-    matching(r"\*|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", "the name of a tenant, or * for all"),
+    matching(rf"\*|{TENANT}", "the name of a tenant, or * for all"),
 ]
 
 
