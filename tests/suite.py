@@ -1,12 +1,13 @@
-"""Runs the whole suite; with `--rerun`, each failed test gets a second run, alone.
+"""Runs the whole suite; with `--rerun`, each failed test gets a second run, alone, and a run that
+was cut short goes on with the tests that it had left.
 
 Its two halves run at the same time. The tests of whole services wait for half of their time, which
 the tests of the other half use.
 
 A test that fails beside others and passes alone is printed under the heading FLAKY with its first
 failure, and does not fail the suite. `make test` runs this module without `--rerun`, continuous
-integration with it. As a pytest plugin (`-p tandem.tests.suite --failures FILE`) it writes the
-failed tests of one run to a file.
+integration with it. As a pytest plugin (`-p tandem.tests.suite`) it writes what became of each test
+to a file (`--log FILE`), and leaves out tests (`--without FILE`, an id per line).
 """
 
 import argparse
@@ -26,15 +27,19 @@ IN_TURN: Final = ("--in-turn", "--durations", "10")
 MAX_RERUNS: Final = 30
 """More failures than this have one cause, so running them again tells nothing."""
 
+_PASSED: Final = pytest.ExitCode.OK
 _SOME_FAILED: Final = pytest.ExitCode.TESTS_FAILED
 _END: Final = "[]"
 
 
-class FailureLog:
-    """Writes the id and the failure of each failed test to a file, a JSON list per line.
+class TestLog:
+    """Writes the id of each test that has ended to a file, and the id and the text of each failure,
+    a JSON list per line.
 
     The last line says that the run was not cut short.
     """
+
+    __test__ = False  # for pytest
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -42,6 +47,8 @@ class FailureLog:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self._write(json.dumps([report.nodeid, report.longreprtext]))
+        if report.when == "teardown":
+            self._write(json.dumps([report.nodeid]))
 
     def pytest_sessionfinish(self) -> None:
         self._write(_END)
@@ -52,42 +59,65 @@ class FailureLog:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--failures", type=Path, help="write the failed tests to this file")
+    parser.addoption("--log", type=Path, help="write the ended and the failed tests to this file")
+    parser.addoption("--without", type=Path, help="leave out the tests in this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--failures")
+    path = config.getoption("--log")
     if path is not None and not hasattr(config, "workerinput"):  # not in a process of xdist
-        config.pluginmanager.register(FailureLog(path))
+        config.pluginmanager.register(TestLog(path))
 
 
-def command_of(options: tuple[str, ...], failures: Path) -> list[str]:
-    """Returns the command of a pytest that writes its failed tests to a file."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    path = config.getoption("--without")
+    if path is not None:
+        left_out = set(path.read_text().splitlines())
+        items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def command_of(options: tuple[str, ...], log: Path) -> list[str]:
+    """Returns the command of a pytest that writes a log."""
     command = [sys.executable, "-m", "pytest", "-p", "tandem.tests.suite"]
-    return [*command, "--failures", str(failures), *options]
+    return [*command, "--log", str(log), *options]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Holds the exit code of a run of pytest, and the first failure of each failed test."""
+    """Holds the exit code of a run of pytest, the first failure of each failed test, the tests that
+    have ended, and False if the run was cut short.
+    """
 
     code: int
     failures: dict[str, str]
+    ended: frozenset[str]
+    complete: bool
 
     @classmethod
     def of(cls, code: int, log: Path) -> Self:
-        """Reads a file of FailureLog; the code becomes INTERRUPTED if the run was cut short."""
+        """Reads a file of TestLog.
+
+        A process that did not exit has the code of failed tests as well, but no failed test.
+        """
         failures: dict[str, str] = {}
+        ended = set()
         lines = log.read_text().splitlines() if log.exists() else []
-        for line in lines:
-            if line != _END:
-                test, text = json.loads(line)
-                failures.setdefault(test, text)
-        return cls(code if _END in lines else pytest.ExitCode.INTERRUPTED, failures)
+        for line in map(json.loads, lines):
+            if len(line) == 2:
+                failures.setdefault(*line)
+            ended.update(line[:1])
+        expected = _SOME_FAILED if failures else _PASSED
+        return cls(code, failures, frozenset(ended), _END in lines and code == expected)
+
+    @property
+    def passed(self) -> bool:
+        """Returns True if all tests have run and passed."""
+        return self.complete and not self.failures
 
 
 def run_pytest(options: tuple[str, ...], log: Path) -> Outcome:
-    """Runs pytest in a process."""
+    """Runs pytest in a process; replaces the log of an earlier run."""
+    log.unlink(missing_ok=True)
     return Outcome.of(subprocess.run(command_of(options, log)).returncode, log)
 
 
@@ -105,17 +135,31 @@ def run_halves(first: tuple[str, ...], second: tuple[str, ...], folder: Path) ->
     return [outcome, Outcome.of(code, logs[1])]
 
 
+def settle(outcome: Outcome, options: tuple[str, ...], folder: Path) -> bool:
+    """Runs what a run has left, and its failed tests again; returns True if all tests pass now."""
+    failures = dict(outcome.failures)
+    if not outcome.complete:
+        number = len(outcome.ended)
+        print(f"\nCUT SHORT: pytest {' '.join(options)} ended with {outcome.code} after {number}")
+        print("tests; running those that it had left", flush=True)
+        left_out = folder / "left_out"
+        left_out.write_text("\n".join(outcome.ended))
+        rest = run_pytest((*options, "--without", str(left_out)), folder / "rest")
+        if not rest.complete and rest.code != pytest.ExitCode.NO_TESTS_COLLECTED:
+            return False
+        failures |= rest.failures
+    return not failures or rerun(failures, (), folder)
+
+
 def rerun(failures: dict[str, str], options: tuple[str, ...], folder: Path) -> bool:
     """Runs failed tests again, one by one; returns True if all pass now, and prints them."""
     if len(failures) > MAX_RERUNS:
         print(f"{len(failures)} tests failed; at most {MAX_RERUNS} get a second run", flush=True)
         return False
     print(f"running {len(failures)} failed tests again, alone", flush=True)
-    again = folder / "again"
-    again.unlink(missing_ok=True)  # of the other half
-    second = run_pytest((*options, *failures), again)
+    second = run_pytest((*options, *failures), folder / "again")
     flaky = {test: text for test, text in failures.items() if test not in second.failures}
-    if second.code not in (pytest.ExitCode.OK, _SOME_FAILED):
+    if not second.complete:
         return False
     if flaky:
         print("\nFLAKY: these tests failed beside others and passed alone")
@@ -131,11 +175,9 @@ def main() -> int:
     passed = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for outcome in run_halves(SHARING, IN_TURN, folder):
-            if outcome.code == _SOME_FAILED and arguments.rerun and outcome.failures:
-                passed &= rerun(outcome.failures, (), folder)
-            else:
-                passed &= outcome.code == pytest.ExitCode.OK
+        halves = SHARING, IN_TURN
+        for outcome, options in zip(run_halves(*halves, folder), halves, strict=True):
+            passed &= settle(outcome, options, folder) if arguments.rerun else outcome.passed
     return 0 if passed else 1
 
 

@@ -1,5 +1,5 @@
-"""Tests that both halves run at the same time, that failed tests get a second run alone, and that
-only those that fail again count.
+"""Tests that both halves run at the same time, that failed tests get a second run alone, that only
+those that fail again count, and that a run that was cut short goes on.
 """
 
 import shutil
@@ -68,7 +68,8 @@ def test_both_halves_run_at_the_same_time(
         files[-1].write_text(_MEETING.format(name=name, other=other, more=more))
     options = [(*options_for(tmp_path), file.name) for file in files]
     passed, failed = suite.run_halves(options[0], options[1], tmp_path)
-    assert passed == suite.Outcome(code=pytest.ExitCode.OK, failures={})
+    ended = frozenset(["test_one.py::test_meets_two"])
+    assert passed == suite.Outcome(pytest.ExitCode.OK, {}, ended, complete=True)
     assert failed.code == pytest.ExitCode.TESTS_FAILED
     assert [test.rpartition("::")[2] for test in failed.failures] == ["test_meets_one"]
     output = capfd.readouterr().out
@@ -114,6 +115,60 @@ def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
     failures = {f"test_{number}": "" for number in range(suite.MAX_RERUNS + 1)}
     assert not suite.rerun(failures, (), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+_CUT_SHORT = """
+import os
+from pathlib import Path
+
+import pytest
+
+
+def test_passes_once() -> None:
+    Path("passed").touch(exist_ok=False)
+
+
+def test_ends_the_process_once() -> None:
+    mark = Path(__file__).with_name("mark")
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
+
+
+def test_fails_always() -> None:
+    assert "always" == ""
+"""
+
+
+def test_a_run_that_was_cut_short_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "test_made_up.py"
+    file.write_text(_CUT_SHORT)
+    options = (*options_for(tmp_path), file.name)
+    outcome = suite.run_pytest(options, tmp_path / "first")
+    assert not outcome.complete
+    assert outcome.ended == {"test_made_up.py::test_passes_once"}
+    assert not suite.settle(outcome, options, tmp_path)
+    output = capfd.readouterr().out
+    assert "ended with 1 after 1\ntests" in output
+    assert "1 failed, 1 passed" in output
+
+
+def test_a_run_without_failures_that_did_not_exit_goes_on_with_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "test_made_up.py"
+    file.write_text("def test_passes() -> None:\n    pass\n")
+    (tmp_path / "conftest.py").write_text(
+        "import os\n"
+        "def pytest_unconfigure():\n"
+        "    if not os.path.exists('mark'):\n"
+        "        os.close(os.open('mark', os.O_CREAT))\n"
+        "        os._exit(1)\n"
+    )
+    options = (*options_for(tmp_path), file.name)
+    outcome = suite.run_pytest(options, tmp_path / "first")
+    assert not outcome.complete
+    assert suite.settle(outcome, options, tmp_path)
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
@@ -179,7 +234,7 @@ def test_a_test_that_hangs_is_ended_with_the_stacks_of_its_threads(
     file.write_text(_HANGING)
     options = (*options_for(tmp_path), "-p", "no:timeout")
     outcome = suite.run_pytest((*options, file.name), tmp_path / "failures")
-    assert outcome.code == pytest.ExitCode.INTERRUPTED
+    assert not outcome.complete
     assert [test.rpartition("::")[2] for test in outcome.failures] == [
         "test_fails",
         "test_fails_and_hangs",
