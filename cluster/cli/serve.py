@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, TextIO
 
@@ -112,6 +111,12 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
     if defaults := describe_defaults(generation_defaults(config, folder)):
         console.print(f"defaults of requests, from the model's {FILE}: {defaults}", highlight=False)
     with _own_stdout() as stdout, stopped_by_signals() as stopped:
+
+        def check() -> None:
+            checked_folder(config)
+            if stopped.is_set():  # an import has caught the interrupt
+                raise KeyboardInterrupt
+
         spinner = console.status(f"Starting {config.num_workers} worker(s) for {config.model}")
         spinner.start()
         try:
@@ -119,7 +124,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                 config,
                 str(folder.resolve()),
                 address=address,
-                check=partial(checked_folder, config),
+                check=check,
             ) as service:
                 spinner.stop()
                 console.print(f"status page: {service.status_url}", highlight=False)

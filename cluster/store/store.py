@@ -24,7 +24,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -39,7 +39,7 @@ from ...proto.errors import InvalidArgument, NotFound, Unavailable
 from ...proto.home import TOKENIZER_FILE, cache_home, made_tokenizer_file, tokenizer_sources
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError
-from ..stop_signals import unwound_by_sigterm
+from ..stop_signals import signals_deferred, unwound_by_sigterm
 from .folders import drop_unused, keep, publish
 from .gguf_header import read_gguf_header
 
@@ -327,22 +327,26 @@ def _convert(gguf: Path, out: Path, dtype: str = "bfloat16") -> None:
 def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> None:
     """Runs a command within `deadline` seconds; raises Unavailable with its last error line."""
     try:
-        done = subprocess.run(
-            command,
-            cwd=cwd,
-            timeout=deadline,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        with ExitStack() as stack:
+            with signals_deferred():
+                process = subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                stack.enter_context(process)
+                stack.callback(process.kill)
+            _, errors = process.communicate(timeout=deadline)
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"cannot {purpose}: not done within {deadline:.0f} s") from error
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if process.returncode != 0:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         last = next(
             (line for line in reversed(lines) if line.startswith("ERROR:")),
             lines[-1] if lines else "",
         )
-        reason = last.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
+        reason = last.removeprefix("ERROR:").strip() or f"it ended with status {process.returncode}"
         raise Unavailable(f"cannot {purpose}: {reason}")
