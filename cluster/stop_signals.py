@@ -84,5 +84,5 @@ def signals_deferred() -> Iterator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for signum in received:
+            signal.raise_signal(signum)
