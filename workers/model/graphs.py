@@ -97,7 +97,8 @@ class DecodeGraphs:
 
     def _step(self, forward: Forward, batch: int) -> Launch:
         positions, attention = self._static.step(batch)
-        return lambda: forward(self._token_ids[:batch], positions, attention)
+        # Rows without a sequence have position -1, which no table of learned positions has.
+        return lambda: forward(self._token_ids[:batch], positions.clamp(min=0), attention)
 
     def _copy_logits(self, launch: Launch) -> torch.Tensor:
         """Launches a step, and copies its logits to the buffer; returns this part of the buffer."""

@@ -165,16 +165,18 @@ def measure(size: CacheSize, build: BuildRunners, memory: DeviceMemory) -> tuple
     cache = memory.reserved()
     for runner in runners:
         runner.run_largest_steps(size.limits)
-    steps = memory.reserved()
+    activations = memory.reserved() - cache
+    memory.release()  # as a capture does, so that the difference is the graphs' memory alone
+    before = memory.reserved()
     for runner in runners:
         runner.capture_decodes(size.limits.num_rows)
-    graphs = memory.reserved()
+    after = memory.reserved()
     free, total = memory.free_and_total()
-    rest = max(0, total - free - graphs)
+    rest = max(0, total - free - after)
     use = MemoryUse(
         weights=weights,
-        activations=steps - cache,
-        graphs=graphs - steps,
+        activations=activations,
+        graphs=after - before,
         rest=rest if size.share == 1 else min(rest, _CONTEXT_BYTES),
     )
     scratch = sum(runner.scratch_bytes_per_block for runner in runners)

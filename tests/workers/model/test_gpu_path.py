@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.workers.model.helpers import (
     Driver,
     load,
@@ -100,6 +101,17 @@ def test_replayed_steps_give_the_same_tokens(tmp_path: Path, on_gpu: None) -> No
     assert mixed_steps(runner) == expected
     assert replays == 3
     assert len(buffers) == 1  # all sizes share the logits of the largest
+
+
+def test_a_graph_of_learned_positions_takes_rows_without_a_sequence(
+    tmp_path: Path, on_gpu: None
+) -> None:
+    """An embedding on a GPU ends the process at an index outside its table."""
+    folder = make_tiny_decoder(tmp_path, "gpt2")
+    expected = Driver(load(folder)).generate(1, prompt(9), 4)
+    runner = load(folder)
+    runner.capture_graphs(record, (2,))
+    assert Driver(runner).generate(1, prompt(9), 4) == expected
 
 
 def test_a_step_without_room_in_the_graph_runs_without(
