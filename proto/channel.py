@@ -206,6 +206,7 @@ class PeerStream(Generic[Request, Response]):
                     await self._call.read()  # raises the call's own error if it has failed
                     raise _not_ours()
         except TimeoutError as error:
+            self._call.cancel()
             raise _not_ours() from error
         except BaseException:
             self._call.cancel()

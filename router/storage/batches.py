@@ -131,7 +131,9 @@ class Batches:
         self._database.delete_expired()
         claimed: list[BatchLine] = []
         rows = self._database.execute(
-            "SELECT id, tenant FROM batches WHERE status = 'in_progress' ORDER BY number"
+            "SELECT id, tenant FROM batches WHERE status = 'in_progress' AND deadline > ? "
+            "ORDER BY number",
+            self._database.clock(),
         )
         tenants: dict[str, str] = dict(rows)  # by batch with free requests, the oldest first
         held = Counter(tenants[batch_id] for batch_id, _ in self._holders if batch_id in tenants)
@@ -226,27 +228,33 @@ class Batches:
             batch.completed += 1
 
     def _end_expired(self) -> None:
-        """Answers the requests of batches that have taken too long with an error."""
-        expired = self._database.execute(
-            "SELECT facts FROM batches WHERE status = 'in_progress' AND deadline <= ?",
+        """Answers the requests of the oldest batch that has taken too long with an error.
+
+        One batch at a time: this takes a second for 50,000 requests, and other calls wait for it.
+        """
+        row = self._database.one(
+            "SELECT facts FROM batches WHERE status = 'in_progress' AND deadline <= ? "
+            "ORDER BY number LIMIT 1",
             self._database.clock(),
-        ).fetchall()
-        for (facts,) in expired:
-            batch = _batch(facts)
-            with self._database.transaction():
-                rows = self._database.execute(
-                    "SELECT line, request FROM lines WHERE batch = ? AND answer IS NULL",
-                    batch.batch_id,
-                ).fetchall()
-                for number, request in rows:
-                    line = error_line(
-                        json.loads(request)["custom_id"],
-                        "batch_expired",
-                        "the batch has expired before this request was answered",
-                    )
-                    key = (batch.batch_id, number)
-                    self._store(batch, number, LineAnswer(key=key, line=line, has_failed=True))
-                self._finish(batch, "expired")
+        )
+        if row is None:
+            return
+        batch = _batch(row[0])
+        with self._database.transaction():
+            rows = self._database.execute(
+                "SELECT line, request FROM lines WHERE batch = ? AND answer IS NULL",
+                batch.batch_id,
+            )
+            lines = [(_expired_line(request), number) for number, request in rows]
+            # Errors are kept without asking for room: none may be lost.
+            self._database.connection.executemany(
+                "UPDATE lines SET answer = ?1, request = NULL, size = LENGTH(?1) + ?4, "
+                "has_failed = TRUE WHERE batch = ?3 AND line = ?2",
+                [(line, number, batch.batch_id, ENTRY_BYTES) for line, number in lines],
+            )
+            batch.answer_bytes += sum(len(line) for line, _ in lines)
+            batch.failed += len(lines)
+            self._finish(batch, "expired")
 
     def _drop_unheld(self, batch: Batch) -> None:
         """Deletes the requests without an answer that nobody holds."""
@@ -350,6 +358,15 @@ def error_line(custom_id: str, code: str, message: str) -> bytes:
         "error": {"code": code, "message": message},
     }
     return json.dumps(line).encode() + b"\n"
+
+
+def _expired_line(request: bytes) -> bytes:
+    """Returns the line of an error file for a request of a batch that has taken too long."""
+    return error_line(
+        json.loads(request)["custom_id"],
+        "batch_expired",
+        "the batch has expired before this request was answered",
+    )
 
 
 def _batch(facts: str) -> Batch:

@@ -117,8 +117,18 @@ class Database:
         """Returns True if `size` bytes fit now; deletes expired entries and the oldest responses.
 
         If all tenants together have too much, the tenant with the most bytes loses its responses.
+        No response is deleted if the bytes do not fit in the end.
         """
         self.delete_expired()
+        self.execute("SAVEPOINT room")
+        fits = self._make_room(tenant, size)
+        if not fits:
+            self.execute("ROLLBACK TO room")
+        self.execute("RELEASE room")
+        return fits
+
+    def _make_room(self, tenant: str, size: int) -> bool:
+        """Deletes the oldest responses until `size` bytes fit; returns False if they never do."""
         excess = self.used(tenant) + size - self._tenant_bytes
         if excess > 0 and not self._delete_responses(tenant, excess):
             return False

@@ -5,10 +5,13 @@ never called. Calls of this module block without the interpreter lock, so run th
 Failures raise RuntimeError, as torch does.
 """
 
+import hmac
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +28,7 @@ _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
 # Bound on all bytes that one side of a rendezvous sends; gloo sends about 200.
 _MAX_BYTES: Final = 65_536
+_PASSWORD_SECONDS: Final = 1.0
 
 
 def listen_store(host: str, size: int, timeout: float) -> "TCPStore":
@@ -160,18 +164,40 @@ class Rendezvous(Store):
 
 
 def meet_peer(
-    place: tuple[str, int], server: socket.socket | None, backend: str, timeout: float
+    place: tuple[str, int],
+    server: socket.socket | None,
+    backend: str,
+    timeout: float,
+    password: bytes,
 ) -> Store:
     """Returns the store of two ranks that meet at `place`; the first one listens there by `server`.
 
-    Returns on the first rank once the other one has connected. Raises RuntimeError or OSError.
+    Returns on the first rank once the other one has connected and, for gloo, has shown the
+    password. Raises RuntimeError or OSError.
     """
     if backend != "gloo":
         return _serve_store(server, 2, timeout) if server else join_store(*place, timeout)
-    if server is None:
-        return Rendezvous(socket.create_connection((without_brackets(place[0]), place[1]), timeout))
-    server.settimeout(timeout)
-    with server:
-        connection, _ = server.accept()
-    connection.settimeout(timeout)
+    if server is not None:
+        return Rendezvous(_accept(server, timeout, password))
+    connection = socket.create_connection((without_brackets(place[0]), place[1]), timeout)
+    connection.sendall(password)
     return Rendezvous(connection)
+
+
+def _accept(server: socket.socket, timeout: float, password: bytes) -> socket.socket:
+    """Returns the first connection that shows the password, and closes the others.
+
+    Any process may connect: a scanner of ports must not take the place of the other rank.
+    """
+    deadline = time.monotonic() + timeout
+    with server:
+        while (left := deadline - time.monotonic()) > 0:
+            server.settimeout(left)
+            connection, _ = server.accept()
+            connection.settimeout(min(left, _PASSWORD_SECONDS))
+            with suppress(OSError):
+                if hmac.compare_digest(connection.recv(len(password)), password):
+                    connection.settimeout(timeout)
+                    return connection
+            connection.close()
+    raise TimeoutError("the other rank has not connected")

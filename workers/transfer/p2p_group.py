@@ -222,7 +222,8 @@ class P2pGroup:
             index = torch.device(self.device).index
             torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
             torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-        self._store = meet_peer(self.place, self.server, self.backend, self.timeout)
+        halves = self.secret[:_SECRET_BYTES].encode(), self.secret[_SECRET_BYTES:].encode()
+        self._store = meet_peer(self.place, self.server, self.backend, self.timeout, halves[0])
         try:
             self._group = open_group(
                 self._store,
@@ -238,7 +239,6 @@ class P2pGroup:
                 self._store.close()
         # Any process may connect to the interface. So each side shows one half of the secret,
         # the joining side first.
-        halves = self.secret[:_SECRET_BYTES].encode(), self.secret[_SECRET_BYTES:].encode()
         if self.rank == 0:
             self._expect(halves[0])
         self._send(bytearray(halves[1 - self.rank]))

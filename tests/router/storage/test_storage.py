@@ -144,6 +144,21 @@ async def test_all_tenants_together_are_bounded_and_the_largest_gives_way() -> N
     store.check_integrity()
 
 
+async def test_a_refused_entry_deletes_no_response() -> None:
+    """Of the tenants with the most bytes, which would have given way, nor of its own."""
+    store = make(StorageConfig(tenant_gb=MIB, total_gb=2 * MIB)).store
+    for i in range(2):
+        assert await store.keep_response("large", response(f"r{i}", 100_000))
+    assert await store.keep_response("small", response("r", 100))
+    for tenant in ("large", "a"):
+        assert await store.add_file(tenant, "f", "batch", b"x" * 800_000, None) is not None
+    assert await store.add_file("b", "f", "batch", b"x" * 900_000, None) is None
+    for i in range(2):
+        assert await store.find_response("large", f"r{i}") is not None
+    assert await store.find_response("small", "r") is not None
+    store.check_integrity()
+
+
 async def test_entries_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_RESPONSES >= 1_000
     assert MAX_FILES >= 100
@@ -346,6 +361,22 @@ async def test_a_batch_that_takes_too_long_expires() -> None:
     assert (found.status, found.completed, found.failed) == ("expired", 1, 2)
     errors = await content(case.store, "a", found.error_file_id)
     assert [line["error"]["code"] for line in errors] == ["batch_expired"] * 2
+    case.store.check_integrity()
+
+
+async def test_a_claim_ends_one_batch_that_takes_too_long_and_returns_no_request_of_others() -> (
+    None
+):
+    """A claim that ended all of them would keep other tenants' calls waiting."""
+    case = make()
+    for number in range(3):
+        await case.store.add_batch(*batch(case, f"batch_{number}", "a", 3))
+    case.clock.now += 86_401
+    for number in range(3):
+        found = [await case.store.find_batch("a", f"batch_{each}") for each in range(3)]
+        ended = [each is not None and each.status == "expired" for each in found]
+        assert sum(ended) == number
+        assert await case.store.claim("one", [], 9, 0) == []
     case.store.check_integrity()
 
 

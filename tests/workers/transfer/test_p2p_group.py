@@ -284,14 +284,26 @@ async def test_nobody_comes() -> None:
         await P2pGroup.join(pair.address, host="127.0.0.1", timeout=WAIT)
 
 
-async def test_who_does_not_know_the_address_gets_nothing() -> None:
+async def test_who_does_not_know_the_address_gets_nothing_and_keeps_nobody_away() -> None:
     pair = P2pGroup.listen("127.0.0.1", timeout=WAIT)
     accepting = asyncio.create_task(pair.accept())
     place, _, secret = pair.address.partition("/")
     with pytest.raises(TransferError):
         await P2pGroup.join(f"{place}/{secret[::-1]}", host="127.0.0.1", timeout=WAIT)
-    with pytest.raises(TransferError, match="broke"):
-        await accepting
+    with socket.create_connection(pair.place):  # it stays silent
+        other = await P2pGroup.join(pair.address, host="127.0.0.2", timeout=WAIT)
+    await accepting
+    await asyncio.gather(pair.send(bytearray(b"x")), other.receive(1))
+    other.close()
+    pair.close()
+    await ended(other)
+    await ended(pair)
+
+
+async def test_strangers_do_not_prolong_the_wait_for_the_other_side() -> None:
+    pair = P2pGroup.listen("127.0.0.1", timeout=TIMEOUT)
+    with socket.create_connection(pair.place), pytest.raises(TransferError):
+        await pair.accept()
     await ended(pair)
 
 
@@ -323,13 +335,11 @@ WORDS = [
 @pytest.mark.parametrize(
     "words", WORDS, ids=["nothing", "rubbish", "a number", "no bytes", "too much"]
 )
-async def test_a_stranger_at_the_meeting_is_no_rank(words: bytes) -> None:
+async def test_one_who_says_something_else_at_the_meeting_is_no_rank(words: bytes) -> None:
     pair = P2pGroup.listen("127.0.0.1", timeout=WAIT)
     accepting = asyncio.create_task(pair.accept())
-    host, _, port = pair.address.partition("/")[0].partition(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(words)
-    writer.close()
+    with socket.create_connection(pair.place) as connection:
+        connection.sendall(pair.secret[: len(pair.secret) // 2].encode() + words)
     with pytest.raises(TransferError, match="broke"):
         await accepting
     await ended(pair)
