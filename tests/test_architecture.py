@@ -270,6 +270,7 @@ OFF_THE_CLOCK = (
     "tandem.router.api",
     "tandem.router.client",
     "tandem.router.frontend.child_process",
+    "tandem.workers.transfer.backend",
     "tandem.workers.transfer.nixl_agent",
 )
 

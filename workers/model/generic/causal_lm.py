@@ -173,12 +173,19 @@ class TransformersForCausalLM(CausalLM):
         return plain[0] if plain else methods[-1]
 
     def _tied_methods(self) -> dict[str, LinearMethod]:
-        """Returns the methods of heads that share the embedding's loaded weight, by their names."""
+        """Returns the methods of linear maps that share a loaded weight, by their names.
+
+        The weight is that of the embedding, for a head, or that of a map in another layer.
+        """
         made: dict[str, LinearMethod] = {}
         linears = linears_alone(self._model)
-        for target in self._model.all_tied_weights_keys:
+        methods = {each.name: each.method for each in self.linears}
+        for target, source in self._model.all_tied_weights_keys.items():
             name = target.removesuffix(".weight")
             if name not in linears or linears[name].bias is not None:
+                continue
+            if shared := methods.get(source.removesuffix(".weight")):
+                made[name] = shared
                 continue
             weight = linears[name].weight.data
             tied = Parameter(WeightSlice(target, tuple(weight.shape)), dtype=weight.dtype)

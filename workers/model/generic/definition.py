@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from ..config import CheckpointError, Fields
 from .attention import ATTENTION, TracedLayer
@@ -63,6 +64,7 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
     except Exception as error:  # a hostile field may cause any exception
         raise invalid(fields, config, error) from error
     model.eval().requires_grad_(False)
+    _keep_float32(model, dtype)
     below = model.base_model if text is config else _keep_text(model, fields)
     fix_rope(model, fields)
     keep_latents(below)
@@ -74,6 +76,26 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
     layers = trace_layers(below, text, fields, has_state=has_state)
     _check_layers(layers, text, fields, has_state)
     return Decoder(model=model, below=below, config=text, layers=layers)
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Gives float32 to the weights that transformers' `from_pretrained` loads as float32.
+
+    These are, for example, the biases of routers: rounded to bfloat16, they choose other experts.
+    """
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, kept, _ = build_glob_alternation(list(plan))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if match := pattern.search(name):
+            path, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(path)
+            data = tensor.to(plan[kept[str(match.lastgroup)]])
+            if leaf in owner._buffers:
+                owner._buffers[leaf] = data
+            else:
+                owner._parameters[leaf] = nn.Parameter(data, requires_grad=False)
 
 
 def _check_layers(

@@ -58,7 +58,7 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Forward | None:
     # x is [1, num_tokens, dim] or [1, num_tokens, heads, dim].
     def forward(x: torch.Tensor) -> torch.Tensor:
         has_rows = x.ndim == 3 or (x.ndim == 4 and x.stride(2) == x.shape[3])
-        fits = len(x) == 1 and x.stride(-1) == 1 and has_rows
+        fits = x.dtype == dtype and len(x) == 1 and x.stride(-1) == 1 and has_rows
         result: torch.Tensor = cpu.rms_norm(x[0], data, epsilon)[None] if fits else plain(x)
         return result
 
