@@ -16,21 +16,22 @@ _SERVED: Final = {
 class PoolingRules:
     """Holds what a model's own files say about its embeddings."""
 
-    mode: str = "lasttoken"  # sentence-transformers' name; modes that are concatenated: cls+mean
+    # sentence-transformers' name, of several modes as cls+mean; or "unknown" and the reason.
+    mode: str = "lasttoken"
     refusal: str = ""  # why the embeddings are not served; "" if they are
 
     def choose(self, requested: inference_pb2.Pooling) -> inference_pb2.Pooling:
         """Returns the pooling of a request; POOLING_UNSPECIFIED requests the model's own.
 
-        Raises InvalidArgument as `check`, and if the model's own pooling is not served.
+        Raises InvalidArgument as `check`, and if the model's own pooling is unknown or not served.
         """
         self.check()
         if requested:
             return requested
         if self.mode not in _SERVED:
             raise InvalidArgument(
-                f"this model's own pooling is {self.mode}, which is not served; set pooling_type "
-                "to LAST or MEAN",
+                f"this model's own pooling is {self.mode}; only LAST and MEAN are served: set one "
+                "of them",
                 "pooling_type",
             )
         return _SERVED[self.mode]

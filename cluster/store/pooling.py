@@ -29,7 +29,8 @@ _FLAGS: Final = {
 def pooling_rules(folder: Path) -> PoolingRules:
     """Returns the pooling of the model in `folder`; that of the last token without modules.json.
 
-    The rules refuse embeddings if the files are damaged, or name a module that is not served.
+    The rules refuse embeddings if modules.json is damaged, or names a module that is not served.
+    The pooling is unknown if its own file is missing or damaged.
     """
     if not (folder / FILE).exists():
         return PoolingRules()
@@ -60,7 +61,10 @@ def _read_mode(folder: Path) -> str:
         module = Fields(FILE, entry)
         kind = module.text("type").rpartition(".")[2]
         if kind == "Pooling":
-            mode = _parse_mode(_read_config(folder, module))
+            try:
+                mode = _parse_mode(_read_config(folder, module))
+            except CheckpointError as error:
+                mode = f"unknown ({error})"
         elif kind not in _WITHOUT_EFFECT:
             raise CheckpointError(f"{FILE}: the module {kind} is not supported")
     return mode

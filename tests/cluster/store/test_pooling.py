@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tandem.cluster.store.pooling import pooling_rules, write_mode
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
 from tandem.router.pooling import PoolingRules
 
 MODELS = "sentence_transformers.models."
@@ -68,19 +70,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ("modules", "pooling", "reason"),
     [
         ([TRANSFORMER, POOLING, DENSE], {}, "modules.json: the module Dense is not supported"),
-        ([TRANSFORMER, POOLING], None, "1_Pooling/config.json: not found"),
-        (
-            [TRANSFORMER, POOLING],
-            {"pooling_mode_lasttoken": 1},
-            "1_Pooling/config.json: pooling_mode_lasttoken: must be true or false, is 1",
-        ),
-        (
-            [TRANSFORMER, POOLING],
-            {"pooling_mode": 1},
-            "1_Pooling/config.json: pooling_mode: must be a list of strings, is 1",
-        ),
-        ([POOLING | {"path": "../1_Pooling"}], {}, "modules.json: path: must be the name of a"),
-        ([POOLING | {"path": "x" * 200}], {}, "modules.json: path: must be the name of a"),
+        ([TRANSFORMER, POOLING, DENSE], None, "modules.json: the module Dense is not supported"),
         ([{"path": ""}], None, "modules.json: type: is missing"),
         (["Pooling"], None, "modules.json: must be a list of objects, has 'Pooling'"),
         ({}, None, "modules.json: not a JSON list"),
@@ -90,3 +80,32 @@ def test_only_embeddings_are_refused_for_what_is_not_supported_or_damaged(
     tmp_path: Path, modules: object, pooling: object | None, reason: str
 ) -> None:
     assert pooling_rules(write(tmp_path, modules, pooling)).refusal.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("path", "pooling", "reason"),
+    [
+        ("1_Pooling", None, "1_Pooling/config.json: not found"),
+        (
+            "1_Pooling",
+            {"pooling_mode_lasttoken": 1},
+            "1_Pooling/config.json: pooling_mode_lasttoken: must be true or false, is 1",
+        ),
+        (
+            "1_Pooling",
+            {"pooling_mode": 1},
+            "1_Pooling/config.json: pooling_mode: must be a list of strings, is 1",
+        ),
+        ("../1_Pooling", {}, "modules.json: path: must be the name of a folder"),
+        ("x" * 200, {}, "modules.json: path: must be the name of a folder"),
+    ],
+)
+def test_a_pooling_that_cannot_be_read_is_unknown(
+    tmp_path: Path, path: str, pooling: object | None, reason: str
+) -> None:
+    """A request may still name one."""
+    rules = pooling_rules(write(tmp_path, [TRANSFORMER, POOLING | {"path": path}], pooling))
+    assert rules.mode.startswith(f"unknown ({reason}")
+    assert rules.choose(inference_pb2.POOLING_MEAN) == inference_pb2.POOLING_MEAN
+    with pytest.raises(InvalidArgument, match=r"^pooling_type: .*unknown"):
+        rules.choose(inference_pb2.POOLING_UNSPECIFIED)
