@@ -105,6 +105,7 @@ ARROWS: dict[str, set[str]] = {
         "router.stopping": (),
         "router.turns": (),
         "router.prompt_cache": (),
+        "router.pooling": (),
         "router.client": (),
         "router.slo": ("router: auth fields",),
         "router.telemetry": ("router.slo",),
@@ -114,8 +115,8 @@ ARROWS: dict[str, set[str]] = {
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
         "router.frontend": (
-            "router: auth fair_queue frontend.chat_formats prompt_cache request resume slo",
-            "router: stopping telemetry turns watermark",
+            "router: auth fair_queue frontend.chat_formats pooling prompt_cache request resume",
+            "router: slo stopping telemetry turns watermark",
         ),
         "router.output": ("router: frontend frontend.chat_formats request resume stopping",),
         "router.storage": ("router.auth",),
@@ -156,7 +157,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.nodes": ("cluster.config",),
         "cluster.store": (
             "cluster: config stop_signals",
-            "router: adapters frontend request",
+            "router: adapters frontend pooling request",
             "workers: kv_cache model",
             "workers.model: adapter_folder config footprint loader registry",
         ),

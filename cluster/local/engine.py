@@ -39,6 +39,7 @@ from ...workers.serve.worker import Worker
 from ..config import TandemConfig
 from ..store.adapters import named_adapter
 from ..store.generation_defaults import generation_defaults
+from ..store.pooling import pooling_rules
 from .environment import compute_environment
 from .lora import LoRARequest
 from .ranks import local_ranks
@@ -136,6 +137,7 @@ class LocalEngine:
                 context_tokens=worker.info().context_tokens,
                 text_model_of=text_model_of(read_fields(folder)),
                 defaults=generation_defaults(config, folder),
+                pooling=pooling_rules(folder),
                 watermark=WatermarkRules.load(config.watermark),
             )
             engine = cls(worker, model, config)

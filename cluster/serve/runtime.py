@@ -46,6 +46,7 @@ from ..config import RouterConfig, TandemConfig, check_interface
 from ..scaling.reports import router_report
 from ..store.adapters import configured_adapters, named_adapter
 from ..store.generation_defaults import generation_defaults
+from ..store.pooling import pooling_rules
 from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
 from .storage.runner import BatchRunner
@@ -312,6 +313,7 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
         context_tokens=config.context_tokens or read_context_tokens(folder),
         text_model_of=text_model_of(read_fields(folder)),
         defaults=generation_defaults(config, folder),
+        pooling=pooling_rules(folder),
         watermark=WatermarkRules.load(config.watermark),
         slo=config.slo,
     )

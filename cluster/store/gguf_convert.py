@@ -3,8 +3,8 @@
 Run as `python -m tandem.cluster.store.gguf_convert FILE DTYPE`. The working folder receives the
 files that `save_pretrained` writes: config.json, model.safetensors, tokenizer.json,
 tokenizer_config.json, chat_template.jinja. transformers converts; this module adds the parts that
-transformers drops (RoPE, windows, end-of-turn tokens, splitting of digits), and refuses a file of
-which more would be lost.
+transformers drops (RoPE, windows, end-of-turn tokens, splitting of digits, the pooling of
+embeddings), and refuses a file of which more would be lost.
 """
 
 import json
@@ -27,6 +27,7 @@ from ...workers.model.config import CheckpointError
 from ...workers.model.loader import check_checkpoint, weight_shapes
 from ...workers.model.registry import load_model_config
 from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from .pooling import write_mode
 
 _PROBE: Final = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
 _ENDS: Final = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -59,6 +60,8 @@ _SAME_SPLIT: Final = {
 """Names of splittings that transformers knows by another name."""
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 """The numbers of layers by which llama.cpp recognizes Gemma 27B."""
+_POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""llama.cpp's numbers of poolings; 0 is none, and 4 the head of a model that ranks."""
 _ROPE_FREQS: Final = "rope_freqs.weight"
 _ROPE_FACTORS: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
 _F32: Final = 0
@@ -114,6 +117,8 @@ def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
         model.generation_config.eos_token_id = sorted(set(ends))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    if mode := _POOLINGS.get(header.of_model("pooling_type")):
+        write_mode(out, mode)
     _drop_invented_tokens(out, header.values.get("tokenizer.ggml.tokens", 0))
     check_checkpoint(out)
 

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from ...proto.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
+from .pooling import FILE as MODULES_FILE
 
 ANSWER_DEADLINE_S: Final = 10.0
 """For the hub's first response and for every file's headers; a large file's download has none."""
@@ -30,6 +31,7 @@ _HASH_BYTES: Final = 2**20
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 # Copies in other formats, which would double the download.
 _UNWANTED: Final = ["*/*.safetensors", "*/*.json", "consolidated*"]
+_POOLING: Final = "*_Pooling/config.json"
 
 
 def download_snapshot(repo_id: str, revision: str | None) -> Path:
@@ -41,14 +43,24 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
     cache, incomplete, modified, or no room on the disk).
     """
     with _refusals(repo_id, revision):
+        is_unreachable = _is_unreachable(repo_id, revision)
         folder = snapshot_download(
             repo_id,
             revision=revision,
             allow_patterns=_WANTED,
             ignore_patterns=_UNWANTED,
-            local_files_only=_is_unreachable(repo_id, revision),
+            local_files_only=is_unreachable,
             etag_timeout=ANSWER_DEADLINE_S,
         )
+        # Its own download: _UNWANTED matches these files, and patterns have no exceptions.
+        if Path(folder, MODULES_FILE).exists():
+            snapshot_download(
+                repo_id,
+                revision=Path(folder).name,
+                allow_patterns=_POOLING,
+                local_files_only=is_unreachable,
+                etag_timeout=ANSWER_DEADLINE_S,
+            )
     _check_hashes(Path(folder))
     return Path(folder)
 

@@ -202,12 +202,11 @@ def quantize_model(
 def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
     """Copies all files but the weights, and adds the scheme to config.json.
 
-    Copies only chat templates from subfolders, which may hold the model in other formats.
+    Copies only chat templates and the pooling of embeddings from subfolders, which may hold the
+    model in other formats.
     """
-    kept = [path for path in folder.iterdir() if path.name.endswith(_KEPT_SUFFIXES)] + list(
-        folder.glob("*/*.jinja")
-    )
-    for path in kept:
+    kept = [path for path in folder.iterdir() if path.name.endswith(_KEPT_SUFFIXES)]
+    for path in (*kept, *folder.glob("*/*.jinja"), *folder.glob("*_Pooling/config.json")):
         if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
             target = out / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)

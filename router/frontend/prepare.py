@@ -13,6 +13,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.hashing import hash_tenant
 from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
+from ..pooling import PoolingRules
 from ..prompt_cache import find_retentions
 from ..request import LoraAdapter, TokenRequest
 from ..resume.policy import ResumePolicy
@@ -59,6 +60,7 @@ class ServedModel:
     text_model_of: str = ""
     # The model's values of fields that a request does not set, by field.
     defaults: Mapping[str, float] = field(default_factory=dict)
+    pooling: PoolingRules = field(default_factory=PoolingRules)
     grammars: GrammarValidator = field(default_factory=GrammarValidator)
     adapter: LoraAdapter | None = None  # added to the weights
     watermark: WatermarkRules | None = None  # None: the service has no key for a watermark
@@ -98,6 +100,8 @@ async def prepare(
     """
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
+    if request.pooling:
+        model.pooling.check()
     slo = find_slo(model.slo, request.service_tier)
     turn = context.caller.turn
     await check_prompt(request.prompt, model, turn)

@@ -1,6 +1,7 @@
 """Tests the addresses of routers that share a host."""
 
 import asyncio
+import json
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -245,6 +246,23 @@ async def test_a_configured_chat_template_is_that_of_the_service(
             tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
             answer = await client.post("/detokenize", json={"model": "m", "tokens": tokens})
             assert answer.json()["prompt"] == "[user] HI"
+    finally:
+        await router.stop(0)
+
+
+async def test_embeddings_of_another_kind_are_refused_with_their_module(
+    config: TandemConfig, folder: Path
+) -> None:
+    """The router reads the file; requests that generate do not need it."""
+    modules = [{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    router = await start(config, folder, 1)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+            answer = await client.post("/v1/embeddings", json={"input": "hi"})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "model")
+            assert "modules.json: the module Dense is not supported" in error["message"]
     finally:
         await router.stop(0)
 

@@ -13,6 +13,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from tandem.cluster.config import load_config
+from tandem.cluster.store.pooling import pooling_rules
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import check_request
@@ -225,6 +226,11 @@ TARGETS: Final = {
     ),
     "config.json": Target(
         read=in_file("config.json", config_json), raises=(CheckpointError,), seeds=[_CONFIG]
+    ),
+    "modules.json": Target(
+        read=in_file("modules.json", lambda path: pooling_rules(path.parent)),
+        raises=(),
+        seeds=[b'[{"type": "m.Transformer"}, {"type": "m.Pooling", "path": "1_Pooling"}]'],
     ),
     "JSON of a model": Target(
         read=lambda data: parse_json("x", data),

@@ -332,23 +332,39 @@ def _link_targets(root: Path) -> list[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON file of at most MAX_JSON_BYTES. Raises CheckpointError."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
-        return parse_json(path.name, path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from error
+    return parse_json(path.name, _read_bytes(path))
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Parses a JSON file that is a list, of at most MAX_JSON_BYTES. Raises CheckpointError."""
+    values = _parse_any(path.name, _read_bytes(path))
+    if not isinstance(values, list):
+        raise CheckpointError(f"{path.name}: not a JSON list")
+    return values
 
 
 def parse_json(file: str, data: bytes) -> dict[str, Any]:
     """Parses a JSON object. Raises CheckpointError, which names `file`."""
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not valid JSON") from error
+    values = _parse_any(file, data)
     if not isinstance(values, dict):
         raise CheckpointError(f"{file}: not a JSON object")
     return values
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from error
+
+
+def _parse_any(file: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON") from error
 
 
 class Fields:

@@ -31,7 +31,11 @@ from .parsing import parse
 from .requests import ParsedRequest, prompt_messages, set_parameters
 from .writers import AnswerForm, Answers, TokenIds
 
-_POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
+_POOLINGS: Final = {
+    None: inference_pb2.POOLING_UNSPECIFIED,
+    "LAST": inference_pb2.POOLING_LAST,
+    "MEAN": inference_pb2.POOLING_MEAN,
+}
 
 _MAX_NUMBERS: Final = {"float": 2**22, "base64": 2**24}
 """By format, the bound on the numbers in all embeddings of one response, which then has 80 MB."""
@@ -51,7 +55,9 @@ class EmbeddingsFields(OpenModel):
         None, refusing("is not supported: this model has embeddings of one length only")
     ] = None
     pooling_type: Literal["LAST", "MEAN"] | None = Field(
-        None, description="How the last hidden states are pooled; LAST by default."
+        None,
+        description="How the last hidden states are pooled; by default as the model's modules.json"
+        " says, or LAST without this file.",
     )
     normalize: bool | None = Field(
         None, description="Scales the embedding to length 1; true by default."
@@ -96,9 +102,12 @@ class ScoreBody(OpenModel):
 
 
 def parse_embeddings(body: bytes, request_id: str) -> ParsedRequest[EmbeddingsFields]:
-    """Translates the body of POST /v1/embeddings. Raises InvalidArgument that names the field."""
+    """Translates the body of POST /v1/embeddings; leaves an absent pooling unspecified.
+
+    Raises InvalidArgument that names the field.
+    """
     parsed = parse(EmbeddingsBody, body)
-    pooling = _POOLINGS[parsed.pooling_type or "LAST"]
+    pooling = _POOLINGS[parsed.pooling_type]
     common = inference_pb2.GenerateRequest(model=parsed.model or "", pooling=pooling)
     set_parameters(common, parsed, _TRUNCATION)
     return ParsedRequest(

@@ -68,6 +68,16 @@ async def _generate(
     return GenerationResponse(service, parsed, context, form)
 
 
+async def _embed(
+    service: GenerationService, body: bytes, request_id: str, context: RequestContext
+) -> Response:
+    """Embeds texts, by default with the model's own pooling."""
+    parsed = await off_loop(context.caller.turn, body, parse_embeddings, request_id)
+    model = service.model(parsed.common.model)
+    parsed.common.pooling = model.pooling.choose(parsed.common.pooling)
+    return GenerationResponse(service, parsed, context, EMBEDDINGS_FORM)
+
+
 async def _score(
     service: GenerationService, body: bytes, request_id: str, context: RequestContext
 ) -> Response:
@@ -239,7 +249,7 @@ POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
             "list of embeddings",
             ("data", "model", "usage"),
         ),
-        partial(_generate, parse_embeddings, EMBEDDINGS_FORM),
+        _embed,
     ),
     "/score": _SCORES,
     "/v1/score": _SCORES,

@@ -19,6 +19,8 @@ import psutil
 import pytest
 
 from tandem import LLM, SamplingParams
+from tandem.cluster.local.batch import BatchOutput, read_requests
+from tandem.cluster.store.pooling import write_mode
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
@@ -130,6 +132,38 @@ def check_texts(folder: Path, answers: dict[str, Any]) -> None:
             ]
             texts = [found[each].get("text") or found[each]["message"]["content"] for each in asked]
             assert texts == expected
+
+
+def test_embeddings_have_the_models_own_pooling(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    write_mode(folder, "mean")
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    poolings: dict[str, dict[str, str]] = {
+        "own": {},
+        "mean": {"pooling_type": "MEAN"},
+        "last": {"pooling_type": "LAST"},
+    }
+    lines = [
+        {
+            "custom_id": custom_id,
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"input": [[5, 6, 7]]} | pooling,
+        }
+        for custom_id, pooling in poolings.items()
+    ]
+    source.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    requests = read_requests(source)
+    with (
+        LLM(str(folder), dtype="float32", kv_cache_gb=0.02) as llm,
+        BatchOutput(output, [each.custom_id for each in requests]) as answers,
+    ):
+        llm.answer_batch(requests, answers)
+    own, mean, last = (
+        read_answers(output)[each]["body"]["data"][0]["embedding"] for each in poolings
+    )
+    assert own == pytest.approx(mean, abs=1e-4)  # the rows of a step change the rounding
+    assert own != pytest.approx(last, abs=1e-2)
 
 
 class HttpService:

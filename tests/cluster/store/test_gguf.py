@@ -32,8 +32,10 @@ from tandem import LLM, SamplingParams
 from tandem.cluster.cli.main import app
 from tandem.cluster.store import folders, gguf_convert, store
 from tandem.cluster.store.gguf_header import GgufHeader, read_gguf_header
+from tandem.cluster.store.pooling import pooling_rules
 from tandem.cluster.store.store import resolve_model
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.router.pooling import PoolingRules
 from tandem.tests.damaged import LEAK, damaged
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_gguf import write_gguf
@@ -181,6 +183,16 @@ def test_scaled_rotary_embeddings_are_not_lost(tmp_path: Path) -> None:
     (rope, _) = load_model_config(out).ropes
     assert rope is not None
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 2048)
+
+
+@pytest.mark.parametrize(("number", "mode"), [(1, "mean"), (2, "cls"), (3, "lasttoken")])
+def test_the_pooling_of_embeddings_is_not_lost(tmp_path: Path, number: int, mode: str) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    file = write_gguf(folder, tmp_path / "x.gguf", values={"pooling_type": number})
+    out = tmp_path / "out"
+    out.mkdir()
+    gguf_convert.convert(file, out, "float32")
+    assert pooling_rules(out) == PoolingRules(mode=mode)
 
 
 def made_header(architecture: str, **values: float) -> GgufHeader:

@@ -30,6 +30,10 @@ FILES = {
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"hello",
     "additional_chat_templates/tool_use.jinja": b"hello with tools",
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+    "2_Dense/config.json": b"{}",
+    "2_Dense/model.safetensors": b"another matrix",
     "merges.txt": b"a b",
     "tokenizer.model": b"model",
     "pytorch_model.bin": b"\x80",
@@ -132,7 +136,7 @@ def test_a_hub_id_brings_only_what_is_safe_to_load_and_then_works_offline(
     assert got == {
         name: FILES[name]
         for name in FILES
-        if not name.startswith("original/") and name not in unwanted
+        if not name.startswith(("original/", "2_Dense/")) and name not in unwanted
     }
     hub.shutdown()
     hub.server_close()

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
 from tandem.cluster.store import awq, rounding
+from tandem.cluster.store.pooling import pooling_rules, write_mode
 from tandem.cluster.store.quantize import QuantizationScheme, _Inputs, quantize_model
 from tandem.cluster.store.rounding import Grid, damp, round_by_gptq, round_to_nearest
 from tandem.proto.errors import InvalidArgument, Unavailable
@@ -260,13 +261,17 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_p
         quantize_model(plain, out, scheme)
 
 
-def test_chat_templates_in_a_folder_of_their_own_come_along(plain: Path, tmp_path: Path) -> None:
+def test_chat_templates_and_the_pooling_in_folders_of_their_own_come_along(
+    plain: Path, tmp_path: Path
+) -> None:
     shutil.copytree(plain, tmp_path / "plain")
     for name in ("additional_chat_templates/tool_use.jinja", "onnx/config.json"):
         (tmp_path / "plain" / name).parent.mkdir()
         (tmp_path / "plain" / name).write_text("{}")
+    write_mode(tmp_path / "plain", "mean")
     quantize_model(tmp_path / "plain", tmp_path / "out", SCHEMES["int4"])
     assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{}"
+    assert pooling_rules(tmp_path / "out").mode == "mean"
     assert not (tmp_path / "out" / "onnx").exists()
 
 

@@ -5,6 +5,7 @@ import json
 import math
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import pytest
 import torch
 
 from tandem.proto import inference_pb2, limits
+from tandem.proto.errors import InvalidArgument
 from tandem.proto.inference_pb2_grpc import InferenceStub
 from tandem.router.api.openai import embeddings
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.router.pooling import PoolingRules
 from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.helpers import prompt, reference
@@ -40,10 +43,16 @@ async def workers(tiny_model: Path) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def servers(tiny_model: Path, workers: Fleet) -> AsyncIterator[ApiServers]:
-    model = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
+    model = served_model(tiny_model, PoolingRules())
     servers = await ApiServers.start(GenerationService([model], workers.dispatcher))
     yield servers
     await servers.stop(0)
+
+
+def served_model(folder: Path, pooling: PoolingRules) -> ServedModel:
+    return ServedModel(
+        name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2_048, pooling=pooling
+    )
 
 
 @pytest.fixture
@@ -99,6 +108,56 @@ async def test_mean_and_lengths_as_they_are(
     torch.testing.assert_close(
         torch.tensor(found), hidden_states(tiny_model, ids)[-1], atol=1e-4, rtol=0
     )
+
+
+async def test_the_models_own_pooling_is_the_default(tiny_model: Path, workers: Fleet) -> None:
+    """A mode that is not served is refused by name, unless the request names another one."""
+    ids = prompt(20)
+    states = hidden_states(tiny_model, ids)
+    body = {"input": ids, "normalize": False}
+    found = {}
+    for mode in ("mean", "lasttoken", "cls"):
+        async with own_pooling(tiny_model, workers, PoolingRules(mode=mode)) as http:
+            answer = await http.post("/v1/embeddings", json=body | {"pooling_type": "LAST"})
+            last = torch.tensor(answer.json()["data"][0]["embedding"])
+            torch.testing.assert_close(last, states[-1], atol=1e-4, rtol=0)
+            found[mode] = (await http.post("/v1/embeddings", json=body)).json()
+    for mode, expected in (("mean", states.mean(0)), ("lasttoken", states[-1])):
+        embedding = torch.tensor(found[mode]["data"][0]["embedding"])
+        torch.testing.assert_close(embedding, expected, atol=1e-4, rtol=0)
+    assert found["cls"]["error"]["param"] == "pooling_type"
+    assert "own pooling is cls; only LAST and MEAN are served" in found["cls"]["error"]["message"]
+
+
+async def test_a_model_whose_embeddings_are_not_served_generates(
+    tiny_model: Path, workers: Fleet
+) -> None:
+    """They are refused with any pooling, over HTTP and gRPC."""
+    rules = PoolingRules(refusal="modules.json: the module Dense is not supported")
+    async with own_pooling(tiny_model, workers, rules) as http:
+        for more in ({}, {"pooling_type": "LAST"}):
+            answer = await http.post("/v1/embeddings", json={"input": "x"} | more)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "model")
+            assert "the module Dense is not supported" in error["message"]
+        body = {"prompt": "x", "max_tokens": 1}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+    request = inference_pb2.GenerateRequest(prompt={"text": "x"}, pooling="POOLING_LAST")
+    with pytest.raises(InvalidArgument, match=r"^model: .*Dense"):
+        await prepare(request, served_model(tiny_model, rules), RequestContext(arrived=0.0))
+
+
+@asynccontextmanager
+async def own_pooling(
+    folder: Path, workers: Fleet, rules: PoolingRules
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Yields a client of a service whose model has these rules."""
+    service = GenerationService([served_model(folder, rules)], workers.dispatcher)
+    servers = await ApiServers.start(service)
+    url = f"http://{servers.http_address}"
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT) as http:
+        yield http
+    await servers.stop(0)
 
 
 async def test_over_grpc(tiny_model: Path, servers: ApiServers) -> None:

@@ -344,3 +344,21 @@ def test_a_base_of_rotation_that_is_left_out_is_that_of_transformers(tmp_path: P
     rope = registry.load_model_config(tmp_path).ropes[0]
     assert rope is not None
     assert rope.theta == expected == 1e6
+
+
+@pytest.mark.parametrize("given", [{}, {"rope_parameters": None}, {"rope_scaling": None}])
+def test_a_scaling_of_rotation_that_is_left_out_is_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    """A gpt-oss without the field has YaRN."""
+    config = make_tiny_model(tmp_path, "gpt_oss") / "config.json"
+    fields = json.loads(config.read_text())
+    del fields["rope_parameters"]
+    config.write_text(json.dumps(fields | given))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_type"] == "yarn"
+    ids = prompt(200)
+    with recorded_logits(monkeypatch) as logits:
+        driver = Driver(load(tmp_path))
+        driver.run(driver.step(1, ids, 0))
+    expected = reference_logits(reference(tmp_path), ids)[-1]
+    assert (logits[-1][0] - expected).abs().max() <= TOLERANCE

@@ -20,6 +20,15 @@ from .parsing import parse_alternating_windows, parse_decoder_config, parse_rope
 
 _ALPHA: Final = 1.702  # of the sigmoid
 _LIMIT: Final = 7.0  # of the gate and up projections
+_ROPE: Final = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The rotary embedding of a config.json that describes none, as in transformers."""
 
 
 class GptOssAttention(LlamaAttention):
@@ -91,7 +100,10 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
 def parse_gpt_oss_config(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", True)
-    rope = parse_rope(fields, default_theta=150_000.0)
+    rope = parse_rope(
+        fields.with_defaults({"rope_parameters": _ROPE}),
+        default_theta=150_000.0,
+    )
     config = parse_decoder_config(
         fields,
         qkv_bias=bias,
