@@ -144,7 +144,12 @@ def test_min_length_and_bad_words_do_not_break_a_grammar(
     )
     assert tokenizer.decode(driver.generate(1, prompt(8), 3, short)) == "a"
     dead = SamplingParams(temperature=0.0, grammar='start: "b"', bad_words=((b,),))
-    assert driver.generate(2, prompt(8), 2, dead) == [EOS_ID, EOS_ID]
+    free = SamplingParams(temperature=0.0, bad_words=((b,),))
+    samples = driver.sample(driver.step(2, prompt(8), 0, dead), driver.step(3, prompt(8), 0, free))
+    assert samples.failed.keys() == {2}
+    assert samples.failed[2].startswith("grammar: bad_words")
+    optional = SamplingParams(temperature=0.0, grammar='start: "b"?', bad_words=((b,),))
+    assert driver.generate(4, prompt(8), 2, optional) == [EOS_ID, EOS_ID]
 
 
 @pytest.mark.parametrize(
