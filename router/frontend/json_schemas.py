@@ -97,6 +97,12 @@ llguidance has a lexer state for each remainder. 9,973 takes 30 ms and 1 MB, 999
 340 MB. Large powers of 2 and 5 have no bound here; the limits of the check refuse them.
 """
 
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Options of llguidance: the separators of Python's json.
+
+With free white space a model could write white space for ever.
+"""
+
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with `additionalProperties: false` in each object that lists properties.
