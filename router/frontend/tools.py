@@ -86,5 +86,10 @@ def _constraint(
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Returns the text as a literal of the grammar; llguidance writes special tokens unquoted."""
-    return text if text in tokenizer.special_markup else json.dumps(text)
+    """Returns the text as a literal of the grammar, or the special token with this text."""
+    if text not in tokenizer.special_markup:
+        return json.dumps(text)
+    if text.startswith("<"):
+        return text
+    (token,) = tokenizer.ids_of([text])  # llguidance reads `[TOOL_CALLS]` as an optional rule
+    return f"<[{token}]>"

@@ -313,6 +313,17 @@ async def test_markup_that_is_a_special_token_stays_in_the_text() -> None:
     assert 'call: <tool_call> "\\n" object "\\n" </tool_call>' in grammar
 
 
+def test_a_special_token_in_brackets_is_named_by_its_id() -> None:
+    """llguidance would read `[TOOL_CALLS]` of Mistral's models as an optional rule."""
+    fast = make_tokenizer()
+    fast.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    fast.chat_template = "[TOOL_CALLS]"
+    tokenizer = Tokenizer(fast)
+    (token,) = tokenizer.ids_of(["[TOOL_CALLS]"])
+    grammar = call_grammar(chat(MODES.MODE_NAMED, "now"), tokenizer)
+    assert f'start: <[{token}]> "[" call' in grammar
+
+
 def test_the_keywords_of_arguments_are_read_or_named() -> None:
     record = {
         "type": "object",
