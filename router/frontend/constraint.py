@@ -7,25 +7,20 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, NoReturn
 from weakref import WeakValueDictionary
 
-import llguidance
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ...proto import inference_pb2, limits
-from ...proto.deep_stack import on_deep_stack
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
+from ...proto.llguidance_calls import PARSER_LIMITS, on_deep_stack
+from .chat import parameters_schema
 from .child_process import ChildProcess
 from .fair_threads import FairThreads
-from .json_schemas import readable
-
-JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options of llguidance: the separators of Python's json.
-
-With free white space a model could write white space for ever.
-"""
+from .json_schemas import JSON_STYLE, close_objects, readable
 
 _VALIDATE_SECONDS: Final = 5.0
 _MAX_WAITS: Final = 3  # times _VALIDATE_SECONDS, to wait for other checks
@@ -37,6 +32,12 @@ _CACHE_CHARACTERS: Final = 8 * 2**20
 _MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
+_SPECIAL_TOKEN: Final = re.compile(r"<[^<>\s]+>")
+"""A special token in a Lark grammar, by its text or as in `<[1-5]>` by its ids."""
+
+_MAX_VOCABULARY: Final = 2**19  # the largest known tokenizer has half as many tokens
+_MAX_TOKENIZERS: Final = 4  # of child processes
+
 _CHILD: Final = ChildProcess("constraint")
 _CHECKS: Final = FairThreads("tandem-grammars", 1)
 """Shared by all models. Nothing else uses this thread: no other work waits for a slow grammar."""
@@ -45,7 +46,8 @@ _CHECKS: Final = FairThreads("tandem-grammars", 1)
 class GrammarValidator:
     """Turns the constraints of one model's requests into grammars; remembers the valid ones.
 
-    The check needs no tokenizer. The matcher needs one, so only workers make it.
+    The check builds a matcher as workers do, because that may take minutes and gigabytes. It does
+    not need the model's tokenizer, since most of that work does not depend on it.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class GrammarValidator:
         field: str = "",
         tenant: str = "",
         salt: bytes = b"",
+        tools: Sequence[inference_pb2.Tool] = (),
     ) -> str:
         """Returns the grammar of a constraint in the format of llguidance.
 
+        Adds to a grammar the rules `arguments_0`, `arguments_1` etc. of checked `tools`.
         Checks of one tenant take turns, so a check of another tenant waits for one of them at most.
         Callers with the same `salt` share the cache. Raises InvalidArgument with a short reason,
         which names `field` or the constraint's own field (`constraint.json_schema`), Overloaded if
@@ -88,7 +92,7 @@ class GrammarValidator:
                 "constraint",
             )
         field = field or f"constraint.{kind}"
-        serialized = constraint.SerializeToString(deterministic=True)
+        serialized = _to_message(constraint, tools).SerializeToString(deterministic=True)
         key = (salt, serialized)
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -149,6 +153,16 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
         )
 
 
+def _to_message(
+    constraint: inference_pb2.Constraint, tools: Sequence[inference_pb2.Tool]
+) -> inference_pb2.GenerateRequest:
+    """Returns the message to the child process, without the parts of tools that do not matter."""
+    message = inference_pb2.GenerateRequest(constraint=constraint)
+    for tool in tools:
+        message.prompt.chat.tools.add(name=tool.name, parameters=tool.parameters)
+    return message
+
+
 def either(first: str, second: str) -> str:
     """Returns the grammar of the texts of two grammars, each in the format of llguidance.
 
@@ -174,24 +188,89 @@ def make_answer() -> Callable[[bytes], bytes]:
     """Returns the function that checks constraints in the child process."""
 
     def answer(request: bytes) -> bytes:
-        constraint = inference_pb2.Constraint.FromString(request)
-        return json.dumps(on_deep_stack(partial(check_constraint, constraint))).encode()
+        message = inference_pb2.GenerateRequest.FromString(request)
+        check = partial(check_constraint, message.constraint, message.prompt.chat.tools)
+        return json.dumps(on_deep_stack(check)).encode()
 
     return answer
 
 
-def check_constraint(constraint: inference_pb2.Constraint) -> tuple[str, str]:
-    """Returns the grammar, and the reason why it is refused; "" if it is valid."""
+def check_constraint(
+    constraint: inference_pb2.Constraint, tools: Iterable[inference_pb2.Tool] = ()
+) -> tuple[str, str]:
+    """Returns the grammar, and the reason why it is refused; "" if it is valid.
+
+    `tools`: as in GrammarValidator.validate.
+    """
     try:
         grammar = _grammar(constraint)
+        if tools:
+            grammar = _with_arguments(grammar, tools)
     except ValueError as error:
         return "", str(error)
-    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
-    return grammar, _short(messages[0]) if is_error else ""
+    tokenizer = _tokenizer_for(grammar)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
+    matcher.compute_bitmask()
+    if matcher.get_error().startswith("NoExtensionBias"):
+        return grammar, "matches nothing"
+    return grammar, _short(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _with_arguments(grammar: str, tools: Iterable[inference_pb2.Tool]) -> str:
+    """Adds the rules of the tools' arguments to a Lark grammar. Raises ValueError.
+
+    Each schema is a separate document, so its references stay valid.
+    """
+    rules = [grammar]
+    size = len(grammar)
+    for i, tool in enumerate(tools):
+        try:
+            schema = readable(close_objects(parameters_schema(tool)))
+        except ValueError as error:
+            raise ValueError(f"the arguments of {tool.name!r}: {error}") from None
+        text = json.dumps(schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
+        rules.append(f"arguments_{i}: %json {text}")
+        size += len(rules[-1]) + 1
+        if size > limits.MAX_GRAMMAR_CHARACTERS:
+            raise ValueError(
+                "the grammar of their calls is too large; the maximum is "
+                f"{limits.MAX_GRAMMAR_CHARACTERS} characters"
+            )
+    return "\n".join(rules)
+
+
+class _ByteTokenizer:
+    """Describes a tokenizer for llguidance, with a token for each byte and the given others."""
+
+    eos_token_id = 256
+    bos_token_id = None
+
+    def __init__(self, special: Iterable[bytes], size: int) -> None:
+        """`size`: of the vocabulary, at least; tokens without a text are added."""
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *special]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.tokens += [b""] * (size - len(self.tokens))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _tokenizer_for(grammar: str) -> LLTokenizer:
+    """Returns a tokenizer that has all tokens that the grammar may name."""
+    unescaped = grammar.replace('\\"', '"').replace("\\\\", "\\")  # the grammar may be in JSON
+    names = {*_SPECIAL_TOKEN.findall(grammar), *_SPECIAL_TOKEN.findall(unescaped)}
+    has_ids = any(name.startswith("<[") for name in names)
+    return _byte_tokenizer(frozenset(names), _MAX_VOCABULARY if has_ids else 0)
+
+
+@lru_cache(_MAX_TOKENIZERS)
+def _byte_tokenizer(special: frozenset[str], size: int) -> LLTokenizer:
+    tokenizer = _ByteTokenizer(sorted(name.encode() for name in special), size)
+    return LLTokenizer(TokenizerWrapper(tokenizer), n_vocab=len(tokenizer.tokens))
 
 
 def _grammar(constraint: inference_pb2.Constraint) -> str:
-    matcher = llguidance.LLMatcher
+    matcher = LLMatcher
     match constraint.WhichOneof("kind"):
         case "json_schema":
             return matcher.grammar_from_json_schema(_schema(constraint.json_schema))
@@ -201,7 +280,8 @@ def _grammar(constraint: inference_pb2.Constraint) -> str:
             return matcher.grammar_from_regex(constraint.regex)
         case "choice":
             texts = " | ".join(
-                json.dumps(text, ensure_ascii=False)
+                # A delete character would be an error of the lexer.
+                json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
                 for text in dict.fromkeys(constraint.choice.texts)
             )
             return matcher.grammar_from_lark(f"start: {texts}")

@@ -11,7 +11,9 @@ refuses the rest by name. It drops no condition of a schema.
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any, Final
 
 from ...proto import limits
@@ -88,6 +90,18 @@ _ANNOTATIONS: Final = frozenset(
     )
 )
 _MAX_REFERENCES: Final = 8  # that are followed one after the other
+_MAX_FACTOR: Final = 10_000
+"""Bound of the part of `multipleOf` without factors 2 and 5.
+
+llguidance has a lexer state for each remainder. 9,973 takes 30 ms and 1 MB, 999,983 takes 6 s and
+340 MB. Large powers of 2 and 5 have no bound here; the limits of the check refuse them.
+"""
+
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Options of llguidance: the separators of Python's json.
+
+With free white space a model could write white space for ever.
+"""
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
@@ -116,16 +130,38 @@ def readable(schema: Any) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Returns the schema that a reference within the document `root` leads to; None if missing."""
+    """Returns the schema that a reference within the document `root` leads to; None if missing.
+
+    Ignores keywords beside a reference.
+    """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
-        target = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            target = target.get(part) if isinstance(target, dict) else None
-        schema = target
+        schema = _target(schema["$ref"], root)
     return schema
+
+
+def _resolved_alone(schema: Any, root: Any) -> Any:
+    """Returns the same as `resolved`, but follows no reference that has keywords beside it.
+
+    Annotations do not count as keywords.
+    """
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or schema.keys() - _ANNOTATIONS != {"$ref"}:
+            break
+        schema = _target(schema["$ref"], root)
+    return schema
+
+
+def _target(reference: Any, root: Any) -> Any:
+    """Returns the schema at a JSON pointer like `#/$defs/a`; None if it is missing."""
+    if not isinstance(reference, str) or not re.match(r"#(?:/|\Z)", reference):
+        return None
+    target = root
+    for part in reference.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        target = target.get(part) if isinstance(target, dict) else None
+    return target
 
 
 def _with_subschemas(
@@ -181,11 +217,27 @@ def _readable(schema: Any, root: Any, place: str) -> Any:
         found.pop("unevaluatedItems", None)
     if isinstance(found.get("pattern"), str):
         _express_pattern(found, place)
+    if _factor(found.get("multipleOf")) > _MAX_FACTOR:
+        raise ValueError(
+            f"{_at(place)}'multipleOf' without its factors 2 and 5 must be at most {_MAX_FACTOR}; "
+            "use a smaller number or leave it out"
+        )
     if unreadable := next((name for name in _UNREADABLE if name in found), ""):
         raise ValueError(
             f"{_at(place)}the keyword {unreadable!r} is not supported in this form; leave it out"
         )
     return found
+
+
+def _factor(multiple: Any) -> int:
+    """Returns the digits of `multipleOf` as a whole number without its factors 2 and 5."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+        return 0
+    number = int("".join(map(str, Decimal(str(multiple)).as_tuple().digits)) or 0)
+    for prime in (2, 5):
+        while number and number % prime == 0:
+            number //= prime
+    return number
 
 
 def _at(place: str) -> str:
@@ -240,21 +292,23 @@ def _express_objects(found: dict[str, Any], root: Any) -> None:
         if not found["dependentRequired"]:
             del found["dependentRequired"]
     if "propertyNames" in found:
-        _express_names(found, resolved(found["propertyNames"], root))
+        _express_names(found, _resolved_alone(found["propertyNames"], root))
 
 
 def _express_names(found: dict[str, Any], names: Any) -> None:
     """Expresses `propertyNames`, if it is a list of names, a pattern or a length."""
-    asked: dict[str, Any] = {}
-    if isinstance(names, dict):
-        asked = {name: value for name, value in names.items() if name not in _ANNOTATIONS}
+    if names is True:
+        names = {}
+    if not isinstance(names, dict):  # no name matches, or the reference leads nowhere
+        return
+    asked = {name: value for name, value in names.items() if name not in _ANNOTATIONS}
     if asked.get("type") == "string":
         del asked["type"]
     if _has_unread_format(asked):
         del asked["format"]
     rest = found.get("additionalProperties", True)
     known = found.get("properties") or {}
-    if names is True or (isinstance(names, dict) and not asked):
+    if not asked:
         del found["propertyNames"]
         return
     if not isinstance(known, dict) or "patternProperties" in found:

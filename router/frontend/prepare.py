@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -331,13 +331,15 @@ async def _grammar(
     If the model may call a tool, the grammar of the constraint has calls as well.
     """
     constraint = request.constraint if request.HasField("constraint") else None
+    tools: Sequence[inference_pb2.Tool] = ()
     field = ""
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
     if chat is not None and (calls := tool_call_constraint(chat, model.tokenizer)):
         for name in ("constraint", "beam_search"):
             if request.HasField(name):
                 raise InvalidArgument("not allowed with a tool_choice that demands a call", name)
-        constraint = calls
+        constraint = calls.constraint
+        tools = calls.tools
         field = "prompt.chat.tools"
     if constraint is None:
         return ""
@@ -346,7 +348,9 @@ async def _grammar(
             raise InvalidArgument(
                 "not allowed with a constraint, which determines the end", f"stopping.{name}"
             )
-    grammar = await model.grammars.validate(constraint, field, caller.turn, caller.cache_salt)
+    grammar = await model.grammars.validate(
+        constraint, field, caller.turn, caller.cache_salt, tools
+    )
     if chat is None or must_call(chat):
         return grammar
     return await _with_calls(grammar, chat, model, caller)
@@ -359,11 +363,14 @@ async def _with_calls(
     calls = optional_call_constraint(chat, model.tokenizer)
     if calls is None:
         return grammar
+    field = "prompt.chat.tools"
+    validate = model.grammars.validate
+    of_calls = await validate(calls.constraint, field, caller.turn, caller.cache_salt, calls.tools)
     try:
-        both = inference_pb2.Constraint(grammar=either(calls.grammar, grammar))
+        both = inference_pb2.Constraint(grammar=either(of_calls, grammar))
     except ValueError as error:
         raise InvalidArgument(f"{error} to be combined with tools", "constraint") from None
-    return await model.grammars.validate(both, "prompt.chat.tools", caller.turn, caller.cache_salt)
+    return await validate(both, field, caller.turn, caller.cache_salt)
 
 
 def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:

@@ -3,6 +3,7 @@
 JSON schemas have the patterns of ECMA-262.
 """
 
+import itertools
 import re
 from typing import Final
 
@@ -15,6 +16,10 @@ _ONLY_CLASS: Final = re.compile(rf"\^?({_CLASS})([*+])\$")
 _LITERAL: Final = re.compile(r"(?:[\w \-@#%&=!<>:;,'\"~`/]|\\[^\w\s])+")
 _MAX_LITERAL: Final = 64
 _MAX_LOOKAHEADS: Final = 16  # of one pattern
+# Of a pattern with look-arounds, because each group in a group is searched again. A pattern of this
+# size takes 10 ms.
+_MAX_PATTERN: Final = 2_000
+_MAX_GROUP_DEPTH: Final = 20
 _DECIMAL_WIDTH: Final = re.compile(
     r"\(\?=\[\\d\.\]\{1,(\d{1,2})\}0\*\$\)\\d(?:\*|\{0,(\d+)\})\\\.\\d(?:\*|\{0,(\d+)\})0\*\$"
 )
@@ -22,13 +27,24 @@ _DECIMAL_WIDTH: Final = re.compile(
 
 
 def without_lookarounds(pattern: str) -> list[str]:
-    """Returns patterns that together match the same texts; [] if the look-around is too general."""
+    """Returns patterns that together match the same texts.
+
+    Returns [] if the look-around is too general, or the pattern too long or nested too deeply.
+    """
+    if len(pattern) > _MAX_PATTERN or _group_depth(pattern) > _MAX_GROUP_DEPTH:
+        return []
     return _without_lookaheads(_DECIMAL_WIDTH.sub(_decimal, pattern))
 
 
 def has_lookaround(pattern: str) -> bool:
     """Returns True if the pattern looks ahead or behind."""
     return any(match["look"] for match in _LOOKAROUND.finditer(pattern))
+
+
+def _group_depth(pattern: str) -> int:
+    """Returns the number of groups that the innermost character is in."""
+    steps = ({"(": 1, ")": -1}.get(match["special"] or "", 0) for match in _PARTS.finditer(pattern))
+    return max(itertools.accumulate(steps), default=0)
 
 
 def _decimal(match: re.Match[str]) -> str:

@@ -1,23 +1,33 @@
 """Makes the grammars of tool calls, in the format of the model's chat template."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from ...proto import inference_pb2, limits
+from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
-from .chat import active_tools, must_call, parameters_schema
+from .chat import active_tools, must_call
 from .chat_formats import CALL_FORMATS, CallGrammar, grammar_texts
-from .constraint import JSON_STYLE
-from .json_schemas import close_objects, readable
 from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallConstraint:
+    """Holds the grammar of tool calls without the rules of their arguments.
+
+    The validator adds those rules, because to rewrite the schemas of tools may take long.
+    """
+
+    constraint: inference_pb2.Constraint  # refers to `arguments_0`, `arguments_1` etc.
+    tools: Sequence[inference_pb2.Tool]
 
 
 def tool_call_constraint(
     chat: inference_pb2.Chat, tokenizer: Tokenizer
-) -> inference_pb2.Constraint | None:
+) -> ToolCallConstraint | None:
     """Returns the grammar of the tool calls that a checked chat demands; None if it demands none.
 
-    Raises InvalidArgument if the tools are too large together, or if the format has no grammar.
+    Raises InvalidArgument if the format has no grammar.
     """
     if not must_call(chat):
         return None
@@ -31,7 +41,7 @@ def tool_call_constraint(
 
 def optional_call_constraint(
     chat: inference_pb2.Chat, tokenizer: Tokenizer
-) -> inference_pb2.Constraint | None:
+) -> ToolCallConstraint | None:
     """Returns the grammar of the tool calls that may take the place of a bound answer.
 
     Returns None if a checked chat permits no calls. Raises as `tool_call_constraint`.
@@ -50,7 +60,7 @@ def optional_call_constraint(
 
 def _constraint(
     chat: inference_pb2.Chat, tokenizer: Tokenizer, form: CallGrammar
-) -> inference_pb2.Constraint:
+) -> ToolCallConstraint:
     """Returns the grammar of one or more calls.
 
     It has only one call if the chat names the tool or allows a single call.
@@ -68,29 +78,18 @@ def _constraint(
         f"call: {literals(form.open)} object {literals(form.close)}",
         "object: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
-    for i, tool in enumerate(tools):
-        # Each schema stays a separate document, so its references stay valid.
-        try:
-            readable_schema = readable(close_objects(parameters_schema(tool)))
-        except ValueError as error:
-            raise InvalidArgument(
-                f"the arguments of {tool.name!r}: {error}", "prompt.chat.tools"
-            ) from None
-        schema = json.dumps(readable_schema | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
-        rules.append(
-            f"call_{i}: {literals(form.head, tool.name)} arguments_{i} {literals(form.tail)}"
-        )
-        rules.append(f"arguments_{i}: %json {schema}")
-    grammar = "\n".join(rules)
-    if len(grammar) > limits.MAX_GRAMMAR_CHARACTERS:
-        raise InvalidArgument(
-            f"the grammar of their calls has {len(grammar)} characters; the maximum is "
-            f"{limits.MAX_GRAMMAR_CHARACTERS}",
-            "prompt.chat.tools",
-        )
-    return inference_pb2.Constraint(grammar=grammar)
+    rules += [
+        f"call_{i}: {literals(form.head, tool.name)} arguments_{i} {literals(form.tail)}"
+        for i, tool in enumerate(tools)
+    ]
+    return ToolCallConstraint(inference_pb2.Constraint(grammar="\n".join(rules)), tools)
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Returns the text as a literal of the grammar; llguidance writes special tokens unquoted."""
-    return text if text in tokenizer.special_markup else json.dumps(text)
+    """Returns the text as a literal of the grammar, or the special token with this text."""
+    if text not in tokenizer.special_markup:
+        return json.dumps(text)
+    if text.startswith("<"):
+        return text
+    (token,) = tokenizer.ids_of([text])  # llguidance reads `[TOOL_CALLS]` as an optional rule
+    return f"<[{token}]>"

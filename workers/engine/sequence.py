@@ -277,7 +277,7 @@ class Sequence:
 
         The sequence must have its first token, and its sampling must not depend on other state that
         changes with each token. A grammar together with bad words excludes drafts. If they leave no
-        token, an end token is sampled that the grammar does not allow, and no token can follow it.
+        token, the sequence fails, even if that is only so after a wrong token of the draft.
         """
         sampling = self.spec.sampling
         is_late = len(self.tokens) >= sampling.min_length or not sampling.stop_ids

@@ -12,7 +12,7 @@ from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.limits import MAX_CACHE_BREAKPOINTS
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
-from ...frontend.chat import must_call
+from ...frontend.chat import json_object, must_call
 from ...frontend.json_schemas import close_objects
 from .bodies import (
     REQUEST_TTL,
@@ -301,12 +301,25 @@ def _other_constraints(body: Body) -> Iterator[tuple[inference_pb2.Constraint, s
         for field, value in given:
             if value is None or value is False:
                 continue
-            if row.kind == "json" and not isinstance(value, str):
-                value = json_text(close_objects(value) if _is_closed(body, False) else value, field)
+            if row.kind == "json":
+                value = _schema_text(value, field, is_closed=_is_closed(body, False))
             elif row.kind == "strings":
                 value = inference_pb2.StringChoices(texts=value)
             found: dict[str, Any] = {row.leaf: value}
             yield inference_pb2.Constraint(**found), field
+
+
+def _schema_text(value: Any, field: str, *, is_closed: bool) -> str:
+    """Returns a schema, which may be a JSON string, as JSON; `is_closed`: with closed objects.
+
+    A string that is not JSON stays unchanged: the validator reports its error.
+    """
+    if isinstance(value, str):
+        schema = json_object(value) if is_closed else None
+        if schema is None:
+            return value
+        value = schema
+    return json_text(close_objects(value) if is_closed else value, field)
 
 
 def _is_closed(body: Body, default: bool) -> bool:

@@ -118,6 +118,16 @@ CLOSED = OPEN | {"additionalProperties": False}
         ),
         ({"structured_outputs": {"json": OPEN}}, OPEN),
         ({"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}, CLOSED),
+        (
+            {
+                "structured_outputs": {
+                    "json": json.dumps(OPEN),
+                    "disable_additional_properties": True,
+                }
+            },
+            CLOSED,
+        ),
+        ({"structured_outputs": {"json": json.dumps(OPEN)}}, OPEN),
         ({"guided_json": OPEN}, OPEN),
     ],
 )

@@ -75,8 +75,8 @@ SCHEMA = {
         ({"json_object": True}, ["{}", '{"x": {"y": [1, "2"]}}'], ["[]", "1", "", "{"]),
         ({"regex": "[a-c]+|x\\d{2}"}, ["abc", "x12"], ["abd", "x1", "", "xabc"]),
         (
-            {"choice": {"texts": ["yes", "no", 'say "\\n"', "\n", "🦊", "no"]}},
-            ["yes", "no", 'say "\\n"', "\n", "🦊"],
+            {"choice": {"texts": ["yes", "no", 'say "\\n"', "\n", "🦊", "no", "\x7f"]}},
+            ["yes", "no", 'say "\\n"', "\n", "🦊", "\x7f"],
             ["", "ye", "yesno", "Yes"],
         ),
         ({"grammar": 'start: "a" (x | "-")*\nx: /[0-9]/'}, ["a", "a1-2"], ["", "b", "a1x"]),
@@ -133,6 +133,7 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ({"grammar": "start: nothing"}, "constraint.grammar", "nothing"),
         ({"grammar": "x" * 1_000}, "constraint.grammar", "Expected"),
         ({"grammar": 'x: "a"'}, "constraint.grammar", "start"),
+        ({"grammar": "start: a\na: start"}, "constraint.grammar", "matches nothing"),
     ],
 )
 async def test_a_bad_constraint_is_refused_with_a_short_reason(
@@ -182,7 +183,7 @@ async def test_the_longest_unused_grammars_are_forgotten() -> None:
     checked: list[str] = []
 
     def ask(request: bytes, _seconds: float) -> bytes:
-        regex = inference_pb2.Constraint.FromString(request).regex
+        regex = inference_pb2.GenerateRequest.FromString(request).constraint.regex
         checked.append(regex)
         return json.dumps(["x" * (11 if regex == "e" else 3), ""]).encode()
 
@@ -192,7 +193,8 @@ async def test_the_longest_unused_grammars_are_forgotten() -> None:
             await validator.validate(inference_pb2.Constraint(regex=regex))
         return checked.copy()
 
-    size = len(inference_pb2.Constraint(regex="a").SerializeToString()) + 3
+    asked = inference_pb2.GenerateRequest(constraint={"regex": "a"})
+    size = len(asked.SerializeToString()) + 3
     validator = GrammarValidator(capacity=3 * size, ask=ask)
     assert await checks("abca") == ["a", "b", "c"]
     assert await checks("dacd") == ["d"]
@@ -217,12 +219,53 @@ async def test_a_slow_grammar_is_given_up_and_its_check_ends() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "multiples",
+    [
+        pytest.param([2**23], id="a power of two"),
+        pytest.param([9_973, 9_967], id="the product of two"),
+    ],
+)
+@pytest.mark.parametrize("special", ["", "<|im_end|>", "<[7]>"])
+async def test_a_grammar_that_only_a_matcher_finds_slow_is_refused(
+    multiples: list[int], special: str
+) -> None:
+    """Workers would compile it for minutes, with gigabytes of memory."""
+    schema = json.dumps({"type": "integer", "allOf": [{"multipleOf": each} for each in multiples]})
+    hurried = GrammarValidator(seconds=1, ask=ChildProcess("constraint").ask)
+    constraint = inference_pb2.Constraint(json_schema=schema)
+    if special:
+        constraint = inference_pb2.Constraint(grammar=f"start: {special} | x\nx: %json {schema}")
+    with pytest.raises(Overloaded, match="took more than 1 seconds"):
+        await hurried.validate(constraint)
+
+
+async def test_limits_of_workers_hold_in_the_check() -> None:
+    with pytest.raises(InvalidArgument, match="fuel"):
+        await grammar_of(json_schema='{"type": "integer", "multipleOf": 864000000}')
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: <|im_end|> <é>",
+        'start: <|"|> "a"',
+        "start: <[5-9,300000]> | <[*]>",
+        'start: "<b>" /<i>/ <tool_call>',
+        '{"grammars": [{"lark_grammar": "start: <|\\"|> <a\\\\\\\\b>"}]}',
+    ],
+)
+async def test_a_check_knows_every_special_token(grammar: str) -> None:
+    """Only the worker knows which ones the model has."""
+    assert await grammar_of(grammar=grammar)
+
+
 async def test_many_slow_grammars_of_one_tenant_keep_no_other_tenant_waiting() -> None:
     """But for the one that is checked."""
     checked, may_end = list[str](), threading.Semaphore(0)
 
     def ask(request: bytes, _seconds: float) -> bytes:
-        checked.append(inference_pb2.Constraint.FromString(request).regex)
+        checked.append(inference_pb2.GenerateRequest.FromString(request).constraint.regex)
         assert may_end.acquire(timeout=WAIT)
         return json.dumps(["grammar", ""]).encode()
 
@@ -251,7 +294,7 @@ async def test_what_is_remembered_of_a_grammar_is_of_one_tenant() -> None:
     checked: list[str] = []
 
     def ask(request: bytes, _seconds: float) -> bytes:
-        checked.append(inference_pb2.Constraint.FromString(request).regex)
+        checked.append(inference_pb2.GenerateRequest.FromString(request).constraint.regex)
         return json.dumps(["grammar", ""]).encode()
 
     validator, regex = GrammarValidator(ask=ask), inference_pb2.Constraint(regex="a")
@@ -284,15 +327,15 @@ def _chain_of_references() -> str:
     return text
 
 
-@pytest.mark.parametrize("kind", ["rules", "terminals", "references"])
-async def test_the_longest_chains_do_not_overflow_the_stack(kind: str) -> None:
-    if kind == "references":
-        constraint = inference_pb2.Constraint(json_schema=_chain_of_references())
-    else:
-        constraint = inference_pb2.Constraint(
-            grammar=_chain_of_rules("r" if kind == "rules" else "T")
-        )
-    assert await VALIDATOR.validate(constraint)
+@pytest.mark.parametrize("name", ["r", "T"], ids=["rules", "terminals"])
+async def test_the_longest_chains_of_rules_do_not_overflow_the_stack(name: str) -> None:
+    assert await VALIDATOR.validate(inference_pb2.Constraint(grammar=_chain_of_rules(name)))
+
+
+async def test_the_longest_chain_of_references_does_not_overflow_the_stack() -> None:
+    """It is refused by a limit of workers."""
+    with pytest.raises(InvalidArgument, match=r"grammar\) too big \(limit"):
+        await grammar_of(json_schema=_chain_of_references())
 
 
 async def test_an_error_at_the_end_of_a_long_chain_is_found_at_once() -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tandem.router.frontend.json_schemas import close_objects, readable
+from tandem.tests.waits import WAIT
 
 
 class Street(BaseModel):
@@ -174,6 +176,15 @@ def test_names_may_be_a_reference() -> None:
     }
     found = readable({"$defs": {"Colour": colours}, "properties": {"a": names}})["properties"]["a"]
     assert found["properties"].keys() == {"red", "green"}
+    named = {"$ref": "#/$defs/other", "description": "A colour"}
+    definitions = {"Colour": colours, "other": {"$ref": "#/$defs/Colour", "title": "Other"}}
+    schema = {"$defs": definitions, "propertyNames": named}
+    assert readable(schema)["properties"].keys() == {"red", "green"}
+
+
+@pytest.mark.parametrize("multiple", [3, 0.01, 0, -7, 9_973, 86_400_000, 2**20, 2.5e-9, True])
+def test_multiples_that_take_little_memory_stay(multiple: float) -> None:
+    assert readable({"multipleOf": multiple}) == {"multipleOf": multiple}
 
 
 UNREADABLE: list[tuple[dict[str, Any], str]] = [
@@ -194,18 +205,33 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
         },
         "Names",
     ),
+    ({"propertyNames": False}, "'propertyNames'"),
+    ({"propertyNames": {"$ref": "#/$defs/missing"}}, "'propertyNames'"),
+    ({"propertyNames": {"$ref": "#missing"}}, "'propertyNames'"),
+    ({"propertyNames": {"$ref": "#/$defs/name", "maxLength": 1}}, "'propertyNames'"),
+    ({"propertyNames": {"$ref": "#/$defs/both"}}, "'propertyNames'"),
+    ({"type": "integer", "multipleOf": 10_007}, "'multipleOf'.* at most 10000"),
+    ({"multipleOf": 0.000_010_007}, "'multipleOf'"),
     ({"pattern": "a(?=b)"}, "look-around"),
     ({"pattern": "^(?<!a)b"}, "look-around"),
     ({"pattern": "^(?!a.*b)c"}, "look-around"),
     ({"pattern": "^(?!a)b|c"}, "look-around"),
     ({"pattern": "^" + "(?=a)" * 99}, "look-around"),
+    ({"pattern": f"^(?!a){'b' * 2_000}"}, "look-around"),
+    ({"pattern": f"^(?!{'(' * 21}a{')' * 21})"}, "look-around"),
 ]
+
+
+DEFINITIONS = {
+    "name": {"pattern": "^a"},
+    "both": {"$ref": "#/$defs/name", "maxLength": 1},
+}
 
 
 @pytest.mark.parametrize(("schema", "named"), UNREADABLE)
 def test_no_constraint_is_dropped(schema: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named) as caught:
-        readable({"properties": {"place": schema}})
+        readable({"properties": {"place": schema}, "$defs": DEFINITIONS})
     assert "'place'" in str(caught.value)
 
 
@@ -263,6 +289,9 @@ def test_a_long_pattern_takes_no_long_time() -> None:
         "^(?=a)" + "[" * 100_000,
         "(" * 100_000 + "(?=a)",
         "(?!" * 30_000,
+        f"^(?!{'(' * 400}{'a' * 60_000}{')' * 400})",
     ):
+        began = time.monotonic()
         with suppress(ValueError):
             readable({"pattern": pattern})
+        assert time.monotonic() - began < WAIT / 4

@@ -9,6 +9,7 @@ from tandem.proto import inference_pb2, limits, worker_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.hashing import hash_tenant
 from tandem.router.auth.authenticator import Caller
+from tandem.router.frontend import constraint
 from tandem.router.frontend import prepare as prepare_module
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.stopping.rules import StopRules, stop_rules
@@ -188,6 +189,35 @@ async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
 async def test_a_demanded_call_is_a_grammar() -> None:
     assert "call" in (await prepared(request(prompt={"chat": TOOL_CHAT}))).grammar
     assert (await prepared(request(prompt={"chat": CHAT}))).grammar == ""
+
+
+@pytest.mark.parametrize("mode", ["MODE_REQUIRED", "MODE_UNSPECIFIED"])
+async def test_schemas_of_tools_are_rewritten_in_another_process(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """This may take long, and other requests do not wait for it."""
+
+    def here(_schema: object) -> object:
+        raise AssertionError
+
+    monkeypatch.setattr(constraint, "readable", here)
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [
+            {"name": "f", "parameters": '{"properties": {"a": {"not": false, "minimum": 2}}}'}
+        ],
+        "tool_choice": {"mode": mode},
+    }
+    fields: dict[str, Any] = {}
+    if mode != "MODE_REQUIRED":
+        fields = {"constraint": {"json_object": True}}
+    grammar = (await prepared(request(prompt={"chat": chat}, **fields))).grammar
+    assert "minimum" in grammar
+    assert "not" not in grammar
+    chat["tools"] = [{"name": "f", "parameters": '{"properties": {"a": {"not": {}}}}'}]
+    error = await refused(request(prompt={"chat": chat}, **fields))
+    assert error.field == "prompt.chat.tools"
+    assert "the arguments of 'f': property 'a': the keyword 'not'" in error.message
 
 
 async def test_a_seed_of_zero_is_a_seed_and_none_is_random() -> None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2, limits
-from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend import chat as chat_module
+from tandem.router.frontend import constraint
 from tandem.router.frontend.chat_formats import call_format
+from tandem.router.frontend.constraint import check_constraint
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.frontend.tools import tool_call_constraint
 from tandem.router.output.tool_parser import parser_for
@@ -242,13 +244,22 @@ def test_texts_of_the_grammar_parse_as_calls(template: str) -> None:
         (chat(MODES.MODE_NAMED, "weather"), [one], [other, one + between + one, *wrong]),
     ]
     for asked, good, bad in cases:
-        constraint = tool_call_constraint(asked, tokenizer)
-        assert constraint is not None
+        grammar = call_grammar(asked, tokenizer)
         for text in good:
-            assert accepts(constraint.grammar, text), text
+            assert accepts(grammar, text), text
             assert len(read(template, [text])[1]) == text.count('"name"')
         for text in bad:
-            assert not accepts(constraint.grammar, text), text
+            assert not accepts(grammar, text), text
+
+
+def call_grammar(asked: inference_pb2.Chat, tokenizer: Tokenizer) -> str:
+    """Returns the grammar of a demanded call. Raises ValueError if it is refused."""
+    calls = tool_call_constraint(asked, tokenizer)
+    assert calls is not None
+    grammar, reason = check_constraint(calls.constraint, calls.tools)
+    if reason:
+        raise ValueError(reason)
+    return grammar
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -268,12 +279,20 @@ def test_no_constraint_where_the_model_decides() -> None:
     assert tool_call_constraint(inference_pb2.Chat(), tokenizer) is None
 
 
-def test_tools_that_are_too_large_together() -> None:
-    parameters = json.dumps({"description": "x" * (limits.MAX_GRAMMAR_CHARACTERS - 100)})
-    tools = [inference_pb2.Tool(name=name, parameters=parameters) for name in ("a", "b")]
-    with pytest.raises(InvalidArgument, match="the maximum is 131072") as caught:
-        tool_call_constraint(chat(MODES.MODE_REQUIRED, tools=tools), byte_tokenizer())
-    assert caught.value.field == "prompt.chat.tools"
+def test_tools_that_are_too_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tools after the one that is too large are not read."""
+    parameters = json.dumps({"description": "x" * (limits.MAX_GRAMMAR_CHARACTERS // 2)})
+    tools = [inference_pb2.Tool(name=name, parameters=parameters) for name in ("a", "b", "c", "d")]
+    read = []
+
+    def parameters_schema(tool: inference_pb2.Tool) -> dict[str, Any]:
+        read.append(tool.name)
+        return chat_module.parameters_schema(tool)
+
+    monkeypatch.setattr(constraint, "parameters_schema", parameters_schema)
+    with pytest.raises(ValueError, match="the maximum is 131072"):
+        call_grammar(chat(MODES.MODE_REQUIRED, tools=tools), byte_tokenizer())
+    assert read == ["a", "b"]
 
 
 async def test_markup_that_is_a_special_token_stays_in_the_text() -> None:
@@ -290,9 +309,19 @@ async def test_markup_that_is_a_special_token_stays_in_the_text() -> None:
     assert tokenizer.decode([*ids, 1]) == tokenizer.decode(
         ids
     )  # the end of the sequence is dropped as ever
-    constraint = tool_call_constraint(chat(MODES.MODE_NAMED, "now"), tokenizer)
-    assert constraint is not None
-    assert 'call: <tool_call> "\\n" object "\\n" </tool_call>' in constraint.grammar
+    grammar = call_grammar(chat(MODES.MODE_NAMED, "now"), tokenizer)
+    assert 'call: <tool_call> "\\n" object "\\n" </tool_call>' in grammar
+
+
+def test_a_special_token_in_brackets_is_named_by_its_id() -> None:
+    """llguidance would read `[TOOL_CALLS]` of Mistral's models as an optional rule."""
+    fast = make_tokenizer()
+    fast.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    fast.chat_template = "[TOOL_CALLS]"
+    tokenizer = Tokenizer(fast)
+    (token,) = tokenizer.ids_of(["[TOOL_CALLS]"])
+    grammar = call_grammar(chat(MODES.MODE_NAMED, "now"), tokenizer)
+    assert f'start: <[{token}]> "[" call' in grammar
 
 
 def test_the_keywords_of_arguments_are_read_or_named() -> None:
@@ -303,7 +332,7 @@ def test_the_keywords_of_arguments_are_read_or_named() -> None:
     }
     grammar = constraint_of(record)
     assert "propertyNames" not in grammar
-    with pytest.raises(InvalidArgument, match=r"'f'.*'uniqueItems'"):
+    with pytest.raises(ValueError, match=r"'f'.*'uniqueItems'"):
         constraint_of(
             {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
         )
@@ -312,11 +341,7 @@ def test_the_keywords_of_arguments_are_read_or_named() -> None:
 def constraint_of(parameters: dict[str, Any], **choice: Any) -> str:
     tools = [{"name": "f", "parameters": json.dumps(parameters)}]
     chosen = {"mode": inference_pb2.ToolChoice.MODE_REQUIRED} | choice
-    found = tool_call_constraint(
-        inference_pb2.Chat(tools=tools, tool_choice=chosen), byte_tokenizer()
-    )
-    assert found is not None
-    return found.grammar
+    return call_grammar(inference_pb2.Chat(tools=tools, tool_choice=chosen), byte_tokenizer())
 
 
 def test_a_single_call_is_not_repeated() -> None:

@@ -26,7 +26,7 @@ from tandem.router.output.chat_parser import ChatParser
 from tandem.router.output.choice import CompletionText
 from tandem.router.stopping.rules import StopRules
 from tandem.tests.router.fake_source import byte_tokenizer
-from tandem.tests.router.frontend.test_tools import accepts, chat, hermes, llama
+from tandem.tests.router.frontend.test_tools import accepts, call_grammar, chat, hermes, llama
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 SIGNS = {
@@ -494,11 +494,10 @@ def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
     modes = inference_pb2.ToolChoice
     tokenizer = byte_tokenizer(chat_template=SIGNS[name])
     for asked in (chat(modes.MODE_REQUIRED), chat(modes.MODE_NAMED, "weather")):
-        constraint = tool_call_constraint(asked, tokenizer)
-        assert constraint is not None
-        assert accepts(constraint.grammar, written(name))
-        assert not accepts(constraint.grammar, written(name).replace("city", "town"))
-        assert not accepts(constraint.grammar, f"Hm. {written(name)}")
+        grammar = call_grammar(asked, tokenizer)
+        assert accepts(grammar, written(name))
+        assert not accepts(grammar, written(name).replace("city", "town"))
+        assert not accepts(grammar, f"Hm. {written(name)}")
         assert read(parser(SIGNS[name], asked, is_bound=True), [written(name)]) == ("", "", ONE)
 
 

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
 from tandem.proto import limits
-from tandem.proto.deep_stack import on_deep_stack
+from tandem.proto.llguidance_calls import on_deep_stack
 from tandem.tests.ambiguous import AMBIGUOUS
 from tandem.tests.bench.engine import grammar
 from tandem.tests.schemas import random_schema
@@ -136,7 +136,7 @@ def test_after_the_end_nothing_but_the_end(folder: Path) -> None:
 def test_min_length_and_bad_words_do_not_break_a_grammar(
     folder: Path, tokenizer: Tokenizer
 ) -> None:
-    """What they leave nothing of ends."""
+    """If they leave no token, the sequence ends if the grammar allows that, and fails otherwise."""
     (b,) = tokenizer.encode("b").ids
     driver = Driver(load(folder))
     short = SamplingParams(
@@ -144,7 +144,12 @@ def test_min_length_and_bad_words_do_not_break_a_grammar(
     )
     assert tokenizer.decode(driver.generate(1, prompt(8), 3, short)) == "a"
     dead = SamplingParams(temperature=0.0, grammar='start: "b"', bad_words=((b,),))
-    assert driver.generate(2, prompt(8), 2, dead) == [EOS_ID, EOS_ID]
+    free = SamplingParams(temperature=0.0, bad_words=((b,),))
+    samples = driver.sample(driver.step(2, prompt(8), 0, dead), driver.step(3, prompt(8), 0, free))
+    assert samples.failed.keys() == {2}
+    assert samples.failed[2].startswith("grammar: bad_words")
+    optional = SamplingParams(temperature=0.0, grammar='start: "b"?', bad_words=((b,),))
+    assert driver.generate(4, prompt(8), 2, optional) == [EOS_ID, EOS_ID]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,7 @@ def test_a_limit_reached_midway_is_a_failure_and_no_end(
     (free,) = complete(Driver(load(folder)), [prompt(8)], [kind], most=30)
     assert free[2:] == [89] * 29
     monkeypatch.setattr(
-        grammar_cache, "_LIMITS", LLParserLimits(step_max_items=20, verbose_errors=False)
+        grammar_cache, "PARSER_LIMITS", LLParserLimits(step_max_items=20, verbose_errors=False)
     )
     driver = Driver(load(folder))
     grammars = driver.runner._grammars

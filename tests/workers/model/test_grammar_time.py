@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.proto.deep_stack import on_deep_stack
+from tandem.proto.llguidance_calls import on_deep_stack
 from tandem.tests.ambiguous import AMBIGUOUS
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID

@@ -239,6 +239,19 @@ class GrammarMatchers:
             self._charge_states([known], [time.thread_time() - began])
         return masks
 
+    def fail_unfinished(self, sequence_ids: Sequence[int], masks: torch.Tensor) -> None:
+        """Fails those of the sequences whose grammars do not allow the end.
+
+        Bans have left them no other token. Their `masks` are int32 [num_sequences, num_words].
+        """
+        may_end = (masks & self._ends).any(-1).tolist()
+        for sequence_id, is_allowed in zip(sequence_ids, may_end, strict=True):
+            if not is_allowed:
+                self._failures.setdefault(
+                    sequence_id,
+                    "grammar: bad_words or min_tokens exclude every token that the grammar allows",
+                )
+
     def take_failures(self) -> dict[int, str]:
         """Returns and clears the reasons of failures since the last call, by sequence."""
         failures = self._failures

@@ -21,10 +21,10 @@ from typing import Any, Final
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from ....proto.deep_stack import on_deep_stack
 from ....proto.home import tokenizer_file
+from ....proto.llguidance_calls import PARSER_LIMITS, on_deep_stack
 
 _NUM_RECENT: Final = 32  # grammars that stay compiled, used or not
 _MAX_COMPILED_BYTES: Final = 256 * 2**20  # of all grammars, without the states that their use adds
@@ -41,17 +41,6 @@ _MASK_BYTES: Final = 1_024
 _WARM_SECONDS: Final = 50e-6
 _COMPILE_NICE: Final = 10
 _MAX_ERROR_CHARACTERS: Final = 200
-# No step of any tested grammar takes more than 15 ms, with 49,152 tokens; llguidance's own limits
-# allow 2 s. A choice of 1,024 texts, a schema with 300 optional properties, and 128 tools are
-# within these limits.
-_LIMITS: Final = LLParserLimits(
-    max_items_in_row=1_500,
-    step_max_items=2_000,
-    initial_lexer_fuel=100_000,
-    step_lexer_fuel=50_000,
-    max_lexer_states=50_000,  # a state takes 0.3 to 7 kB, more if more lexemes are possible
-    verbose_errors=False,
-)
 
 
 GrammarKey = tuple[bytes, str]
@@ -300,7 +289,7 @@ def _compile(tokenizer: LLTokenizer, grammar: str) -> CompiledGrammar:
 
     Raises ValueError if the grammar is invalid or exceeds the limits.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
     # Fills the lexer's cache for all copies, and may reach a limit.
     mask = matcher.compute_bitmask()
     if matcher.is_error():

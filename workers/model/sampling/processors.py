@@ -3,7 +3,7 @@
 The order is: logit_bias, bans of bad words and (before min_length) of stop ids; repetition penalty;
 frequency and presence penalty; watermark; grammar. So penalties scale a bias, as in transformers,
 but not a watermark, and nothing undoes a ban. If all tokens are banned, the sequence can only end:
-end tokens may be sampled.
+end tokens may be sampled. If its grammar does not allow the end there, the sequence fails.
 """
 
 from collections.abc import Sequence
@@ -173,15 +173,22 @@ class LogitsProcessors:
                 part = feature.apply(take_rows(scores, rows), own, drafts)
                 scores = _replaced(scores, rows, part)
         rows, own = _members(ids, self.matchers)
+        masks = torch.empty(0, 0, dtype=torch.int32)
         if rows:
-            bans = self._unpack(~self.matchers.masks([steps[row] for row in rows]), scores.shape[1])
+            masks = self.matchers.masks([steps[row] for row in rows])
+            bans = self._unpack(~masks, scores.shape[1])
             # Added, because filling a scattered mask takes ten times as long on a CPU.
             part = take_rows(scores, rows).add_(bans, alpha=BANNED)
             scores = _replaced(scores, rows, part)
         # A grammar alone always allows a token.
-        if any(each in self._stops or each in self._bad_words for each in ids):
+        banning = {each for each in ids if each in self._stops or each in self._bad_words}
+        if banning:
             is_dead = scores.amax(-1, keepdim=True) < LEAST_SCORE
             scores[:, self._end_ids] = scores[:, self._end_ids].masked_fill_(is_dead, 0.0)
+            if not banning.isdisjoint(own):
+                is_own_dead = take_rows(is_dead, rows)[:, 0].tolist()  # waits for the device
+                dead = [number for number, each in enumerate(is_own_dead) if each]
+                self.matchers.fail_unfinished([own[number] for number in dead], masks[dead])
         return scores
 
     def _unpack(self, bits: torch.Tensor, num_bits: int) -> torch.Tensor:
