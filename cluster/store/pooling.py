@@ -27,7 +27,7 @@ _FLAGS: Final = {
 
 
 def pooling_rules(folder: Path) -> PoolingRules:
-    """Returns the pooling of the model in `folder`; that of the last token without modules.json.
+    """Returns the pooling of the model in `folder`; without modules.json the last token's.
 
     The rules refuse embeddings if modules.json is damaged, or names a module that is not served.
     The pooling is unknown if its own file is missing or damaged.

@@ -213,8 +213,8 @@ def test_every_rank_on_cpus_has_the_states_of_the_fullest(monkeypatch: pytest.Mo
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors on the fake GPU; implements `DeviceMemory`.
 
-    The allocator keeps all memory that was ever in use until a capture begins, as that of
-    `torch.cuda.graph` does, and captures use a pool of their own.
+    The allocator keeps all memory that was ever in use until a capture begins, as
+    `torch.cuda.graph` makes it do, and captures use a pool of their own.
     """
 
     def __init__(self, total: int) -> None:

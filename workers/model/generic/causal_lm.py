@@ -175,7 +175,7 @@ class TransformersForCausalLM(CausalLM):
     def _tied_methods(self) -> dict[str, LinearMethod]:
         """Returns the methods of linear maps that share a loaded weight, by their names.
 
-        The weight is that of the embedding, for a head, or that of a map in another layer.
+        A head has the weight of the embedding; other maps have a weight of another layer.
         """
         made: dict[str, LinearMethod] = {}
         linears = linears_alone(self._model)

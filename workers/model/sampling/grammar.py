@@ -240,7 +240,7 @@ class GrammarMatchers:
         return masks
 
     def fail_unfinished(self, sequence_ids: Sequence[int], masks: torch.Tensor) -> None:
-        """Fails those of the sequences whose grammars do not allow the end.
+        """Fails the sequences whose grammars do not allow the end.
 
         Bans have left them no other token. Their `masks` are int32 [num_sequences, num_words].
         """
