@@ -26,6 +26,9 @@ from .record import Explanation, Recomputation, Step, Token, TokenCandidate
 
 MAX_REPORTED: Final = 20  # alternatives that the API reports at most
 
+_COUNTING: Final = ("presence_penalty", "frequency_penalty")
+"""Options that count the generated tokens."""
+
 
 class CompletionStream(Protocol):
     """The stream of a Client or of an LLM."""
@@ -201,14 +204,18 @@ def _recompute(
 ) -> tuple[Recomputation | None, str]:
     """Computes each token by a prefill of all tokens before it, with the same seed.
 
-    Returns the reason as well if the engine reused KV cache, so that nothing can be said.
+    If nothing can be said, returns the reason instead: the engine has reused KV cache, or the
+    options count generated tokens, which are part of the prompt here.
     """
+    if any(options.get(name) for name in _COUNTING):
+        return None, f"not measured: {' and '.join(_COUNTING)} do not count tokens of a prompt"
     ids = completion.token_ids
-    once = cast(Options, {**options, "max_tokens": 1})
+    least = options.get("min_tokens", 0)
     seconds: list[float] = []
     found: list[int] = []
     for number in range(len(ids)):
-        again, _ = _run(subject, [*prompt_ids, *ids[:number]], dict(once))
+        once = {**options, "max_tokens": 1, "min_tokens": int(number < least)}
+        again, _ = _run(subject, [*prompt_ids, *ids[:number]], once)
         if again.usage.cached_tokens:
             return None, "not measured: the service reuses the KV cache of equal prefixes"
         seconds.append(again.timeline.end_to_end_seconds)

@@ -135,6 +135,22 @@ def test_a_token_without_cache_is_the_same(found: Explanation) -> None:
     assert (len(found.recomputation.seconds), found.recomputation.num_different) == (NUM_TOKENS, 0)
 
 
+def test_least_and_penalized_tokens_make_no_false_difference(llm: LLM) -> None:
+    """A token computed again is the first one of its request, which has another count."""
+    subject = subject_of(DEMO, llm.stream)
+    options: Options = {"max_tokens": 4, "seed": 0, "temperature": 0.8}
+    least = explain(
+        subject, PROMPT, {**options, "min_tokens": 3}, num_candidates=1, recompute=True
+    ).recomputation
+    assert least is not None
+    assert least.num_different == 0
+    penalized = explain(
+        subject, PROMPT, {**options, "frequency_penalty": 1.5}, num_candidates=1, recompute=True
+    )
+    assert penalized.recomputation is None
+    assert penalized.recomputation_note.startswith("not measured: presence_penalty and freq")
+
+
 def test_candidates_are_those_of_the_api(found: Explanation, llm: LLM) -> None:
     """Of requests of their own, with the seed of the explained one."""
     (raw,) = llm.generate(PROMPT, Options(**OPTIONS, logprobs=5), progress=False)
