@@ -91,6 +91,12 @@ def test_a_decoder_of_transformers_gives_what_transformers_gives(tmp_path: Path,
         assert checks.tokens_of_two_ranks(folder) in (None, [tokens] * 2)
 
 
+def test_two_ranks_split_norms_that_have_a_row_for_each_head(tmp_path: Path) -> None:
+    folder = make_tiny_decoder(tmp_path, "cohere", use_qk_norm=True)
+    tokens = checks.check_decoder(folder)
+    assert checks.tokens_of_two_ranks(folder) == [tokens] * 2
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", OTHERS)
 def test_two_ranks_give_what_transformers_gives(tmp_path: Path, kind: str) -> None:

@@ -60,6 +60,7 @@ class TpPlan:
         }
         self._split_tied_head(model)
         self._keep_sparse_whole(model)
+        self._split_norms_of_heads(model)
         for each, module in model.named_modules():
             is_split = self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
             if is_split and type(module) is not nn.Linear:
@@ -88,6 +89,16 @@ class TpPlan:
             if float(getattr(module, "activation_sparsity", 0.0)) > 0.0:
                 for each in [each for each in self._styles if each.startswith(f"{name}.")]:
                     del self._styles[each]
+
+    def _split_norms_of_heads(self, model: PreTrainedModel) -> None:
+        """Splits the norms of queries and keys that have a row for each head, [heads, head_dim].
+
+        The plan of Cohere splits the heads, but lacks these norms.
+        """
+        for name, parameter in model.named_parameters():
+            match = re.fullmatch(r"(.*\b[qk]_)norm\.weight", name)
+            if match and parameter.ndim == 2 and self._styles.get(f"{match[1]}proj") in _COLUMNS:
+                self._styles[name] = self._styles[f"{match[1]}proj"]
 
     def slices(self, name: str, shape: tuple[int, ...], stacks: int) -> list[Slices] | None:
         """Returns this rank's parts of a source of the weight `name`.
