@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
 from tandem.router.frontend.prepare import ServedModel
-from tandem.tests.browser import chromium, problems, text, wait
+from tandem.tests.browser import chromium, count, problems, text, wait
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.fake_source import FakeTokenSource
@@ -24,7 +25,7 @@ KEYS = (api_key("ada"), api_key("ops", operator=True))
 class HeldFeed(ConsoleFeed):
     """Answers the polls of one key only once `goes_on` is set; `holds` tells that one waits."""
 
-    held = ""  # the name of the key
+    held: str | None = None  # the name of the key
 
     def __init__(self, generation: GenerationService) -> None:
         super().__init__(generation.telemetry)
@@ -60,14 +61,17 @@ def feed(generation: GenerationService) -> HeldFeed:
     return HeldFeed(generation)
 
 
+@asynccontextmanager
 async def served(
     generation: GenerationService, feed: HeldFeed, authenticator: Authenticator | None = None
 ) -> AsyncIterator[str]:
     """Serves on a new port, so the browser has no key of another test; yields the URL."""
     servers = await ApiServers.start(generation, authenticator=authenticator, console=feed)
     await servers.set_serving(True)
-    yield f"http://{servers.http_address}"
-    await servers.stop(0)
+    try:
+        yield f"http://{servers.http_address}"
+    finally:
+        await servers.stop(0)
 
 
 @pytest.fixture
@@ -75,7 +79,7 @@ async def keyed_page(
     browser: Any, generation: GenerationService, feed: HeldFeed
 ) -> AsyncIterator[Any]:
     """A browser that shows the console with the operator's key. Each key has an ended request."""
-    async for url in served(generation, feed, Authenticator(KEYS)):
+    async with served(generation, feed, Authenticator(KEYS)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=WAIT) as client:
             for key in ("ada", "ops"):
                 headers = bearer(key) | {"x-request-id": f"of-{key}"}
@@ -87,6 +91,16 @@ async def keyed_page(
         problems(browser)  # of the poll without a key
         yield browser
         feed.goes_on.set()
+        await asyncio.to_thread(browser.get, "about:blank")
+
+
+@pytest.fixture
+async def page(browser: Any, generation: GenerationService, feed: HeldFeed) -> AsyncIterator[Any]:
+    """A browser that shows the playground of a service without keys."""
+    async with served(generation, feed) as url:
+        await asyncio.to_thread(browser.get, f"{url}/console#playground")
+        await until(lambda: text(browser, "#live") == "Live")
+        yield browser
         await asyncio.to_thread(browser.get, "about:blank")
 
 
@@ -129,3 +143,23 @@ async def test_a_poll_of_the_key_before_changes_nothing(keyed_page: Any, feed: H
     await until(lambda: text(keyed_page, "#key") == "Key ada")
     await until(lambda: ids(keyed_page) == ["of-ada"])
     assert await asyncio.to_thread(problems, keyed_page) == []
+
+
+async def test_clear_forgets_an_answer_that_streams(page: Any, source: FakeTokenSource) -> None:
+    source.stall_after = 3
+    await asyncio.to_thread(type_text, page, "#message", "a private question\n")
+    await until(lambda: count(page, ".turn.assistant .token") == 3)
+    await asyncio.to_thread(click, page, "form.chat .actions .quiet")
+    await source.wait_running(0)
+    assert await asyncio.to_thread(text, page, ".log") == "No questions yet."
+    assert await asyncio.to_thread(text, page, "form.chat .primary") == "Send"
+    source.stall_after = None
+    await asyncio.to_thread(type_text, page, "#message", "another\n")
+    await until(lambda: count(page, ".turn.assistant .note") == 1)
+    await source.wait_running(0)
+    await until(lambda: "token" in text(page, ".turn.assistant .note"))
+    prompt = bytes(source.requests[-1].submit.token_ids)
+    assert prompt == b"[user] another\n[assistant] "
+    assert await asyncio.to_thread(text, page, ".log .said") == "another"
+    assert "No questions yet." not in await asyncio.to_thread(text, page, ".log")
+    assert await asyncio.to_thread(problems, page) == []

@@ -33,7 +33,7 @@ let form;
 let input;
 let send;
 let system;
-let controller = null;
+let controller = null; // of the answer that streams
 let waiting = []; // answers without a timeline yet
 
 export function create() {
@@ -156,10 +156,16 @@ function showEmpty() {
 
 function clear() {
   if (controller) controller.abort();
+  setController(null); // so ask() drops the answer
   turns.length = 0;
   waiting = [];
   showEmpty();
   input.focus();
+}
+
+function setController(chosen) {
+  controller = chosen;
+  send.textContent = chosen ? "Stop" : "Send";
 }
 
 // Returns the parameters of the request. Raises ServiceError for a value that is not a number in
@@ -211,23 +217,20 @@ async function ask() {
     ...(system.value.trim() ? [{ role: "system", content: system.value.trim() }] : []),
     ...turns,
   ];
-  controller = new AbortController();
-  send.textContent = "Stop";
+  const own = new AbortController();
+  setController(own);
+  let error = null;
   try {
-    await chat({ ...chosen, messages }, answer.id, controller.signal, (chunk) =>
-      takeChunk(answer, chunk),
-    );
-    endAnswer(answer, answer.finish);
-  } catch (error) {
-    endAnswer(
-      answer,
-      error.name === "AbortError" ? "stopped" : "failed",
-      error.name === "AbortError" ? "" : error.message,
-    );
-    if (error.status === 401) refresh();
+    await chat({ ...chosen, messages }, answer.id, own.signal, (chunk) => takeChunk(answer, chunk));
+  } catch (raised) {
+    error = raised;
   }
-  controller = null;
-  send.textContent = "Send";
+  if (controller !== own) return; // the conversation was cleared
+  setController(null);
+  if (!error) endAnswer(answer, answer.finish);
+  else if (error.name === "AbortError") endAnswer(answer, "stopped");
+  else endAnswer(answer, "failed", error.message);
+  if (error?.status === 401) refresh();
 }
 
 function showProblem(text) {
