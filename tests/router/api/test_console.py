@@ -7,9 +7,11 @@ of a key.
 import asyncio
 import itertools
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
@@ -124,6 +126,26 @@ async def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(
     page = (await keyed.get("/console")).text
     assert "<script>" not in page
     assert "style=" not in page
+
+
+@pytest.mark.parametrize("slashes", ["/", "/?theme=dark"])
+@pytest.mark.parametrize("prefix", ["", "/models/tandem"])
+async def test_a_slash_after_the_page_leads_to_the_page_without_one(
+    keyed: httpx.AsyncClient, prefix: str, slashes: str
+) -> None:
+    """`prefix`: which a proxy removes."""
+    moved = await keyed.get(f"/console{slashes}")
+    assert (moved.status_code, moved.content) == (307, b"")
+    page = urljoin(f"http://host{prefix}/console{slashes}", moved.headers["location"])
+    assert page == f"http://host{prefix}/console"
+    found = await keyed.get(urlsplit(page).path.removeprefix(prefix))
+    files = re.findall('(?:href|src)="([^#"]+)"', found.text)
+    assert len(files) >= 4
+    assert {urlsplit(urljoin(page, file)).path.removeprefix(prefix) for file in files} <= (
+        STATIC_PATHS
+    )
+    twice = await keyed.get("/console//")  # of which urljoin would drop an empty segment
+    assert twice.headers["location"] == "../../console"
 
 
 async def test_the_arithmetic_of_the_model_needs_a_key_and_numbers(
