@@ -10,6 +10,8 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -18,6 +20,7 @@ import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.router.api.console import routes
 from tandem.router.api.console.feed import ConsoleFeed, worker_changes
 from tandem.router.api.console.request_log import (
     FIRST_NUMBER,
@@ -37,6 +40,7 @@ from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.fake_source import FakeTokenSource
 from tandem.tests.waits import WAIT
 
+_STATIC = Path(routes.__file__).with_name("static")
 DATA = "/console/data"
 CANARY = "canarybird"
 KEYS = (api_key("ada", requests_per_minute=3), api_key("bob"), api_key("ops", operator=True))
@@ -478,7 +482,34 @@ class NoOutputs:
 
     num_generated = 0
     longest_choice = 0
-    finish_reasons: tuple["inference_pb2.FinishReason", ...] = ()
+
+    def __init__(self, *finish_reasons: "inference_pb2.FinishReason") -> None:
+        self.finish_reasons = finish_reasons
+
+
+async def test_the_page_shows_no_normal_end_as_a_failure() -> None:
+    telemetry = RequestTelemetry()
+    log = RequestLog(telemetry)
+    facts = RequestFacts(
+        request_id="r",
+        arrived=time.monotonic(),
+        began=0.0,
+        num_prompt=1,
+        num_choices=1,
+        max_tokens=1,
+    )
+    for reason in inference_pb2.FinishReason.values():
+        with telemetry.track(facts, inference_pb2.Timeline(), NoOutputs(reason)):
+            pass
+    with (
+        suppress(asyncio.CancelledError),
+        telemetry.track(facts, inference_pb2.Timeline(), NoOutputs()),
+    ):
+        raise asyncio.CancelledError
+    script = (_STATIC / "requests.js").read_text()
+    (listed,) = re.findall(r"const GOOD = new Set\(\[(.*)\]\);", script)
+    ends = {each["finish"] for _, each in log.ended.after(0)}
+    assert ends == set(json.loads(f"[{listed}]"))
 
 
 def test_changes_of_workers() -> None:
