@@ -13,7 +13,7 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
 from tandem.router.frontend.prepare import ServedModel
-from tandem.tests.browser import chromium, count, problems, text, wait
+from tandem.tests.browser import chromium, count, problems, set_window, text, wait
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.fake_source import FakeTokenSource
@@ -43,6 +43,7 @@ class HeldFeed(ConsoleFeed):
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as driver:
+        set_window(driver, 1280)
         yield driver
 
 
@@ -143,6 +144,13 @@ async def test_a_poll_of_the_key_before_changes_nothing(keyed_page: Any, feed: H
     await until(lambda: text(keyed_page, "#key") == "Key ada")
     await until(lambda: ids(keyed_page) == ["of-ada"])
     assert await asyncio.to_thread(problems, keyed_page) == []
+
+
+async def test_a_seed_that_javascript_rounds_is_refused(page: Any, source: FakeTokenSource) -> None:
+    await asyncio.to_thread(type_text, page, "#parameter-seed", str(2**53 + 1))
+    await asyncio.to_thread(type_text, page, "#message", "a question\n")
+    await until(lambda: "Seed" in text(page, ".compose .problem"))
+    assert source.requests == []
 
 
 async def test_clear_forgets_an_answer_that_streams(page: Any, source: FakeTokenSource) -> None:

@@ -13,7 +13,8 @@ const PARAMETERS = [
   ["temperature", "Temperature", { min: 0, max: 2, step: 0.1, value: 0.7 }],
   ["top_p", "Top-p", { min: 0.05, max: 1, step: 0.05, value: 1 }],
   ["max_tokens", "Max tokens", { min: 1, step: 1, value: 256 }],
-  ["seed", "Seed", { min: 0, step: 1, placeholder: "random" }],
+  // JavaScript rounds greater numbers.
+  ["seed", "Seed", { min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, placeholder: "random" }],
   [
     "top_logprobs",
     "Log probabilities",
