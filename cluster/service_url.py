@@ -274,7 +274,7 @@ class _Finder:
         if status == Unauthenticated.http_status:
             raise _needs_key("HTTP API")
         service = body.get("service") if isinstance(body, dict) else None
-        return service if _is_status(service) else None
+        return _with_number_epochs(service) if _is_status(service) else None
 
     def _get(self, url: str) -> tuple[int, Any]:
         """Returns the HTTP status and the JSON at a URL, None for another body.
@@ -319,6 +319,12 @@ def _is_grpc(url: str) -> bool:
 
 def _is_status(body: object) -> bool:
     return isinstance(body, dict) and "workers" in body
+
+
+def _with_number_epochs(service: dict[str, Any]) -> dict[str, Any]:
+    """Returns the console's description of a service with epochs as the status page has them."""
+    workers = [{**each, "epoch": int(each["epoch"])} for each in service["workers"]]
+    return service | {"workers": workers}
 
 
 def _without_page(url: str) -> str:

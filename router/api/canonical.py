@@ -2,7 +2,8 @@
 
 The app answers HEAD like GET; uvicorn omits the body. A slash at the end of a path is removed,
 because some clients add one. A redirect instead would lose bodies and keys, and could lead to the
-wrong scheme behind a proxy.
+wrong scheme behind a proxy. Only the console's page redirects, because it has relative URLs and
+needs neither body nor key.
 """
 
 from starlette.types import Scope

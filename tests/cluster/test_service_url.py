@@ -172,11 +172,19 @@ async def test_batch_takes_any_address_of_the_api(
     assert json.loads((tmp_path / "last").read_text())["response"]["status_code"] == 200
 
 
+async def test_epochs_are_exact_and_the_same_from_both_pages(service: SmallService) -> None:
+    epoch = 1_795_894_800_123_456_789  # which JavaScript would round
+    service.workers.append({"id": "w", "epoch": epoch})
+    for url in (service.http, service.page):
+        _, found = await asyncio.to_thread(ServiceAccess(url=url).status)
+        assert [each["epoch"] for each in found["workers"]] == [epoch], url
+
+
 async def test_drain_by_the_api_finds_the_identity_that_the_user_keeps(
     service: SmallService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
-    service.workers.append({"id": "w", "address": "127.0.0.1:1"})
+    service.workers.append({"id": "w", "address": "127.0.0.1:1", "epoch": 1})
     command = ("drain", "all", "--url", service.http, "--timeout", "0")
     with pytest.raises(NotFound, match="has 0 identities of services named tandem"):
         await run(*command)

@@ -175,10 +175,20 @@ def without_loads(service: Mapping[str, Any]) -> dict[str, Any]:
     return {**service, "workers": workers}
 
 
+def with_text_epochs(service: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the description of a service with the epochs of its workers as text.
+
+    An epoch has up to 64 bits, but JavaScript rounds integers beyond 53 bits. Ids and cursors are
+    text already; all other integers are counts and sizes.
+    """
+    workers = [{**each, "epoch": str(each["epoch"])} for each in service["workers"]]
+    return {**service, "workers": workers}
+
+
 async def _encode(
     describe_service: Callable[[], Awaitable[dict[str, Any]]] | None,
 ) -> dict[bool, str]:
     if describe_service is None:
         return {True: "null", False: "null"}
-    service = await describe_service()
+    service = with_text_epochs(await describe_service())
     return {True: json.dumps(service), False: json.dumps(without_loads(service))}

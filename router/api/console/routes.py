@@ -69,7 +69,8 @@ def console_endpoints(feed: ConsoleFeed) -> dict[str, Endpoint]:
         return json.dumps(await feed.explain(*counts)).encode()
 
     gets = {DATA_PATH: _json_endpoint(data), EXPLAIN_PATH: _json_endpoint(explain)}
-    return gets | {_path_of(file): _file_endpoint(file) for file in _FILES}
+    files = {_path_of(file): _file_endpoint(file) for file in _FILES}
+    return gets | files | {PAGE_PATH: _page_endpoint(files[PAGE_PATH])}
 
 
 def _number(request: Request, name: str) -> int:
@@ -104,6 +105,24 @@ def _file_endpoint(file: Path) -> Endpoint:
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
+
+    return answer
+
+
+def _page_endpoint(page: Endpoint) -> Endpoint:
+    """Redirects to the page's path without slashes at its end, because its URLs are relative.
+
+    The scope's path has lost these slashes (see canonical.py), its raw path has them. The redirect
+    is relative as well, so it is right behind a proxy that adds a prefix.
+    """
+
+    async def answer(request: Request) -> Response:
+        path: bytes = request.scope.get("raw_path") or b""
+        num_slashes = len(path) - len(path.rstrip(b"/"))
+        if not num_slashes:
+            return await page(request)
+        location = "../" * num_slashes + PAGE_PATH.strip("/")
+        return Response(status_code=307, headers=_HEADERS | {"Location": location})
 
     return answer
 

@@ -7,15 +7,20 @@ of a key.
 import asyncio
 import itertools
 import json
+import re
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.router.api.console import routes
 from tandem.router.api.console.feed import ConsoleFeed, worker_changes
 from tandem.router.api.console.request_log import (
     FIRST_NUMBER,
@@ -35,6 +40,7 @@ from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.fake_source import FakeTokenSource
 from tandem.tests.waits import WAIT
 
+_STATIC = Path(routes.__file__).with_name("static")
 DATA = "/console/data"
 CANARY = "canarybird"
 KEYS = (api_key("ada", requests_per_minute=3), api_key("bob"), api_key("ops", operator=True))
@@ -124,6 +130,26 @@ async def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(
     page = (await keyed.get("/console")).text
     assert "<script>" not in page
     assert "style=" not in page
+
+
+@pytest.mark.parametrize("slashes", ["/", "/?theme=dark"])
+@pytest.mark.parametrize("prefix", ["", "/models/tandem"])
+async def test_a_slash_after_the_page_leads_to_the_page_without_one(
+    keyed: httpx.AsyncClient, prefix: str, slashes: str
+) -> None:
+    """`prefix`: which a proxy removes."""
+    moved = await keyed.get(f"/console{slashes}")
+    assert (moved.status_code, moved.content) == (307, b"")
+    page = urljoin(f"http://host{prefix}/console{slashes}", moved.headers["location"])
+    assert page == f"http://host{prefix}/console"
+    found = await keyed.get(urlsplit(page).path.removeprefix(prefix))
+    files = re.findall('(?:href|src)="([^#"]+)"', found.text)
+    assert len(files) >= 4
+    assert {urlsplit(urljoin(page, file)).path.removeprefix(prefix) for file in files} <= (
+        STATIC_PATHS
+    )
+    twice = await keyed.get("/console//")  # of which urljoin would drop an empty segment
+    assert twice.headers["location"] == "../../console"
 
 
 async def test_the_arithmetic_of_the_model_needs_a_key_and_numbers(
@@ -281,6 +307,7 @@ def described_worker() -> dict[str, Any]:
         "id": "w",
         "role": "decode",
         "state": "ready",
+        "epoch": 1_795_894_800_123_456_789,
         "transports": {},
         "integrity_ok": True,
         "num_requests": 5,
@@ -319,12 +346,13 @@ async def test_sums_and_loads_are_those_of_the_viewer(
     assert last["bob"]["tokens"] >= 12
     assert last["bob"]["ttft"] is not None
     workers = {key: found["service"]["workers"] for key, found in seen.items()}
-    assert workers["ops"] == [described_worker()]
+    text_epoch = {"epoch": "1795894800123456789"}  # JavaScript would round the number
+    assert workers["ops"] == [described_worker() | text_epoch]
     shown = {
         name: described_worker()[name]
         for name in ("id", "role", "state", "transports", "integrity_ok")
     }
-    assert workers["ada"] == workers["bob"] == [shown]
+    assert workers["ada"] == workers["bob"] == [shown | text_epoch]
 
 
 async def test_a_cursor_does_not_tell_how_many_requests_of_others_have_ended(
@@ -456,7 +484,34 @@ class NoOutputs:
 
     num_generated = 0
     longest_choice = 0
-    finish_reasons: tuple["inference_pb2.FinishReason", ...] = ()
+
+    def __init__(self, *finish_reasons: "inference_pb2.FinishReason") -> None:
+        self.finish_reasons = finish_reasons
+
+
+async def test_the_page_shows_no_normal_end_as_a_failure() -> None:
+    telemetry = RequestTelemetry()
+    log = RequestLog(telemetry)
+    facts = RequestFacts(
+        request_id="r",
+        arrived=time.monotonic(),
+        began=0.0,
+        num_prompt=1,
+        num_choices=1,
+        max_tokens=1,
+    )
+    for reason in inference_pb2.FinishReason.values():
+        with telemetry.track(facts, inference_pb2.Timeline(), NoOutputs(reason)):
+            pass
+    with (
+        suppress(asyncio.CancelledError),
+        telemetry.track(facts, inference_pb2.Timeline(), NoOutputs()),
+    ):
+        raise asyncio.CancelledError
+    script = (_STATIC / "requests.js").read_text()
+    (listed,) = re.findall(r"const GOOD = new Set\(\[(.*)\]\);", script)
+    ends = {each["finish"] for _, each in log.ended.after(0)}
+    assert ends == set(json.loads(f"[{listed}]"))
 
 
 def test_changes_of_workers() -> None:

@@ -419,7 +419,7 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing(http: httpx.AsyncCli
         "/v1/models",
         "/v1/models/tiny",
         "/openapi.json",
-        "/console",
+        "/console/main.js",
     ):
         assert (await http.get(f"{path}/")).content == (await http.get(path)).content
     for path in (TEXT, CHAT):

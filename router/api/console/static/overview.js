@@ -217,7 +217,7 @@ function updateWorker(node, worker) {
       .map(([rank, name]) => `${rank} ${name}`)
       .join("\n"),
   );
-  setText(epoch.firstChild, `${worker.tp} · ${String(worker.epoch).slice(-6)}`);
+  setText(epoch.firstChild, `${worker.tp} · ${worker.epoch.slice(-6)}`);
   setAttribute(epoch.firstChild, "title", `epoch ${worker.epoch}, ${worker.address}`);
   setAttribute(node, "data-state", worker.state);
 }

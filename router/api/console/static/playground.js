@@ -13,7 +13,8 @@ const PARAMETERS = [
   ["temperature", "Temperature", { min: 0, max: 2, step: 0.1, value: 0.7 }],
   ["top_p", "Top-p", { min: 0.05, max: 1, step: 0.05, value: 1 }],
   ["max_tokens", "Max tokens", { min: 1, step: 1, value: 256 }],
-  ["seed", "Seed", { min: 0, step: 1, placeholder: "random" }],
+  // JavaScript rounds greater numbers.
+  ["seed", "Seed", { min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, placeholder: "random" }],
   [
     "top_logprobs",
     "Log probabilities",
@@ -33,7 +34,7 @@ let form;
 let input;
 let send;
 let system;
-let controller = null;
+let controller = null; // of the answer that streams
 let waiting = []; // answers without a timeline yet
 
 export function create() {
@@ -156,10 +157,16 @@ function showEmpty() {
 
 function clear() {
   if (controller) controller.abort();
+  setController(null); // so ask() drops the answer
   turns.length = 0;
   waiting = [];
   showEmpty();
   input.focus();
+}
+
+function setController(chosen) {
+  controller = chosen;
+  send.textContent = chosen ? "Stop" : "Send";
 }
 
 // Returns the parameters of the request. Raises ServiceError for a value that is not a number in
@@ -211,23 +218,20 @@ async function ask() {
     ...(system.value.trim() ? [{ role: "system", content: system.value.trim() }] : []),
     ...turns,
   ];
-  controller = new AbortController();
-  send.textContent = "Stop";
+  const own = new AbortController();
+  setController(own);
+  let error = null;
   try {
-    await chat({ ...chosen, messages }, answer.id, controller.signal, (chunk) =>
-      takeChunk(answer, chunk),
-    );
-    endAnswer(answer, answer.finish);
-  } catch (error) {
-    endAnswer(
-      answer,
-      error.name === "AbortError" ? "stopped" : "failed",
-      error.name === "AbortError" ? "" : error.message,
-    );
-    if (error.status === 401) refresh();
+    await chat({ ...chosen, messages }, answer.id, own.signal, (chunk) => takeChunk(answer, chunk));
+  } catch (raised) {
+    error = raised;
   }
-  controller = null;
-  send.textContent = "Send";
+  if (controller !== own) return; // the conversation was cleared
+  setController(null);
+  if (!error) endAnswer(answer, answer.finish);
+  else if (error.name === "AbortError") endAnswer(answer, "stopped");
+  else endAnswer(answer, "failed", error.message);
+  if (error?.status === 401) refresh();
 }
 
 function showProblem(text) {

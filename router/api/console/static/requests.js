@@ -9,7 +9,7 @@ const FILTERS = [
   ["failed", "Failed", (request) => isFailed(request)],
   ["recovered", "Recovered", (request) => request.interruptions.length > 0],
 ];
-const GOOD = new Set(["stop", "length", "tool_calls", "cancelled"]);
+const GOOD = new Set(["stop", "length", "tool_calls", "time", "repetition", "cancelled"]);
 const isFailed = (request) => !request.finish.split(", ").every((reason) => GOOD.has(reason));
 
 let running;

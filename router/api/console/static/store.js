@@ -8,7 +8,7 @@ const MAX_WAIT_MS = 8000;
 const STALE_MS = 4000;
 const BOUNDS = { samples: 300, ended: 128, events: 128 };
 
-export const state = {
+const nothing = () => ({
   phase: "loading", // loading, live, stale, offline, unauthorised or paused
   problem: "",
   service: null,
@@ -19,10 +19,13 @@ export const state = {
   ended: [],
   events: [],
   time: 0,
-};
+});
+
+export const state = nothing();
 
 const listeners = [];
 let cursor = "";
+let generation = 0; // grows with each change of the key
 let timer = 0;
 let failures = 0;
 let polling = false;
@@ -44,6 +47,14 @@ function take(found) {
   cursor = found.cursor;
 }
 
+function succeed(found) {
+  take(found);
+  lastAnswer = performance.now();
+  state.phase = "live";
+  state.problem = "";
+  failures = 0;
+}
+
 function fail(error) {
   if (error.status === 401) {
     state.phase = "unauthorised";
@@ -59,14 +70,12 @@ async function turn() {
   if (document.hidden || polling) return;
   polling = true;
   const began = performance.now();
+  const asked = generation;
   try {
-    take(await poll(cursor));
-    lastAnswer = performance.now();
-    state.phase = "live";
-    state.problem = "";
-    failures = 0;
+    const found = await poll(cursor);
+    if (asked === generation) succeed(found);
   } catch (error) {
-    fail(error);
+    if (asked === generation) fail(error);
   }
   polling = false;
   publish();
@@ -84,19 +93,14 @@ function schedule(milliseconds) {
   timer = setTimeout(turn, milliseconds);
 }
 
-// Polls at once: at the start, with another key, or for a request that has just ended.
+// Polls at once: at the start, with another key, or for a request that has just ended. `forget`: the
+// key is another one, so the data of the old key goes, also that of a poll that has not ended.
 export function refresh({ forget = false } = {}) {
   if (forget) {
+    generation += 1;
     cursor = "";
-    Object.assign(state, {
-      phase: "loading",
-      service: null,
-      running: [],
-      samples: [],
-      ended: [],
-      events: [],
-      time: 0,
-    });
+    Object.assign(state, nothing());
+    publish();
   }
   if (polling) again = true;
   else schedule(0);
