@@ -65,6 +65,7 @@ SHARING_PATHS: Final = (
     "e2e/test_generation.py",
     "e2e/test_parity.py",
     "fuzz/test_fuzz_plans.py",
+    "k8s/test_copies.py",
     "k8s/test_manifests.py",
     "matrix",
     "proto/test_new_parameter.py",

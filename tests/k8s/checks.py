@@ -115,6 +115,14 @@ def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
 
 
+def pod_labels(manifests: Manifests) -> list[dict[str, str]]:
+    """Returns the labels of each kind of pod."""
+    stateful = manifests.of_kind("StatefulSet")
+    return [group.labels for group in manifests.groups.values()] + [
+        each["spec"]["template"]["metadata"]["labels"] for each in stateful
+    ]
+
+
 def labels_disagree(manifests: Manifests) -> list[str]:
     found = []
     groups = manifests.groups.values()
@@ -131,10 +139,7 @@ def labels_disagree(manifests: Manifests) -> list[str]:
         for group in groups
         if group.name != "head" and group.name not in [name for _, name in places]
     ]
-    pods = [group.labels for group in groups]
-    pods += [
-        each["spec"]["template"]["metadata"]["labels"] for each in manifests.of_kind("StatefulSet")
-    ]
+    pods = pod_labels(manifests)
     for document in manifests.documents:
         spec = document.get("spec", {})
         selector = spec.get("podSelector") or spec.get("selector")

@@ -1,9 +1,11 @@
 """Renders the manifests of k8s/ and gives access to their content."""
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -72,8 +74,14 @@ class Group:
 
     @property
     def environment(self) -> dict[str, str | None]:
-        """Values are None where they come from somewhere else."""
-        return {each["name"]: each.get("value") for each in self.container["env"]}
+        """As kubelet sets it; values are None where they come from somewhere else."""
+        found: dict[str, str | None] = {}
+        for each in self.container["env"]:
+            value = each.get("value")
+            for name, earlier in found.items():
+                value = value and value.replace(f"$({name})", earlier or "")
+            found[each["name"]] = value
+        return found
 
     @property
     def mounts(self) -> dict[str, Document]:
@@ -143,21 +151,31 @@ def kustomize(folder: Path) -> list[Document]:
     return [each for each in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if each]
 
 
+def recipe() -> str:
+    """Returns the overlay in docs/kubernetes.md that copies the overlay my-service."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    (found,) = [
+        each for each in re.findall(r"```yaml\n(.*?)```", text, re.S) if "nameSuffix" in each
+    ]
+    return textwrap.dedent(found)
+
+
 @cache
-def render(overlay: str, components: Sequence[str] = ()) -> Manifests:
-    """Returns an overlay with components, and with the arguments that they need."""
-    if not components:
+def render(overlay: str, components: Sequence[str] = (), is_copy: bool = False) -> Manifests:
+    """Returns an overlay with components and the arguments that they need, or its copy."""
+    if not components and not is_copy:
         return Manifests(kustomize(K8S / "overlays" / overlay))
     with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as scratch:
         shutil.copytree(K8S, Path(scratch) / "k8s")
-        folder = Path(scratch) / "k8s" / "overlays" / "composed"
-        folder.mkdir()
+        overlays = Path(scratch) / "k8s" / "overlays"
         lists = {
             "resources": [f"../{overlay}"],
             "components": [f"../../components/{name}" for name in components],
         }
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump(lists))
-        manifests = Manifests(kustomize(folder))
+        for name, text in (("my-service", yaml.safe_dump(lists)), ("my-copy", recipe())):
+            (overlays / name).mkdir()
+            (overlays / name / "kustomization.yaml").write_text(text)
+        manifests = Manifests(kustomize(overlays / ("my-copy" if is_copy else "my-service")))
     args = manifests.application["args"]
     for name in components:
         for section, keys in ARGS.get(name, {}).items():

@@ -23,7 +23,7 @@ from typing import Final
 
 import psutil
 
-from tandem.tests.k8s.kuberay import container_command, liveness_command
+from tandem.tests.k8s.kuberay import container_command, fault_tolerant, liveness_command
 from tandem.tests.k8s.manifests import ROOT, Group, Manifests, need
 
 SCRIPT: Final = Path(__file__).parent / "pod.sh"
@@ -354,7 +354,8 @@ def redis(network: PodNetwork, manifests: Manifests) -> Iterator[None]:
     (found,) = manifests.of_kind("StatefulSet")
     (container,) = found["spec"]["template"]["spec"]["containers"]
     network.secrets["REDIS_PASSWORD"] = secrets.token_hex(16)
-    name, _, port = manifests.cluster["gcsFaultToleranceOptions"]["redisAddress"].partition(":")
+    head = fault_tolerant(manifests.groups["head"], manifests.cluster["gcsFaultToleranceOptions"])
+    name, _, port = (head.environment["RAY_REDIS_ADDRESS"] or "").partition(":")
     network.hosts[name] = network.gateway
     folder = network.scratch / "redis"
     folder.mkdir()
