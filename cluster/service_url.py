@@ -274,7 +274,7 @@ class _Finder:
         if status == Unauthenticated.http_status:
             raise _needs_key("HTTP API")
         service = body.get("service") if isinstance(body, dict) else None
-        return _with_number_epochs(service) if _is_status(service) else None
+        return _with_number_epochs(service) if service and _is_status(service) else None
 
     def _get(self, url: str) -> tuple[int, Any]:
         """Returns the HTTP status and the JSON at a URL, None for another body.

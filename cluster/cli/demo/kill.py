@@ -29,6 +29,7 @@ _TITLES: Final = {
 }
 _WAIT_SECONDS: Final = 60.0  # far above the longest gap, so that only a hang exceeds it
 _IDLE_SECONDS: Final = 10.0
+_MAX_TRIES: Final = 5  # to kill a process before all streams have ended
 # Between two questions to each router. A router answers ten in a second; without its answer, its
 # streams would seem to be nowhere.
 _ASK_SECONDS: Final = 0.1
@@ -155,12 +156,18 @@ class KillDemo:
             try:
                 await self._begin()
                 for kind in kinds:
-                    if not self._running():
+                    for _ in range(_MAX_TRIES):
+                        if kind == "prefill":
+                            self._start(lambda each: each.starts_late)
+                        if await self._strike(kind):
+                            break
                         ended += self._streams
                         await self._begin()
-                    if kind == "prefill":
-                        self._start(lambda each: each.starts_late)
-                    await self._strike(kind)
+                    else:
+                        raise Unavailable(
+                            f"all streams end before a {_TITLES[kind]} is killed; give more "
+                            "--tokens"
+                        )
                 self._start(lambda each: each.starts_late)
                 await asyncio.gather(*self._readers)
             finally:
@@ -190,10 +197,16 @@ class KillDemo:
     def _running(self) -> dict[str, FollowedStream]:
         return {each.request.name: each for each in self._streams if each.state == "running"}
 
-    async def _strike(self, kind: str) -> None:
-        """Kills a process of a kind; returns when every stream has gone on for some tokens."""
-        target, cut = choose_target(kind, await self._placed(kind))
+    async def _strike(self, kind: str) -> bool:
+        """Kills a process of a kind; returns True when every stream has gone on for some tokens.
+
+        Kills none and returns False if all streams have ended.
+        """
+        placed = await self._placed(kind)
         running = self._running()
+        if not running:
+            return False
+        target, cut = choose_target(kind, placed)
         for stream in running.values():
             stream.begin_pause(kind, is_cut=stream.request.name in cut)
         pid = self._processes.kill(target)
@@ -210,21 +223,28 @@ class KillDemo:
         for name, pause in pauses.items():
             if pause.is_cut:
                 self._screen.line(f"{name} was cut for {milliseconds(pause.seconds)} ms")
+        return True
 
     async def _placed(self, kind: str) -> list[PlacedRequest]:
         """Returns the running requests once a process of the kind works for one of them.
 
         For a prefill worker, this is while it computes a prompt, or later if that was too short.
+        Returns none once all streams have ended.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
             placed = await asyncio.to_thread(self._processes.placed_requests)
-            late = [each for each in self._streams if each.request.starts_late]
-            computes_prompt = any(each.is_prefilling and each.prefill for each in placed)
-            if kind != "prefill" or computes_prompt or any(map(_has_begun, late)):
+            if not self._running():
+                return []
+            is_found = kind == "controller" or any(getattr(each, kind) for each in placed)
+            if kind == "prefill":
+                late = [each for each in self._streams if each.request.starts_late]
+                computes_prompt = any(each.is_prefilling and each.prefill for each in placed)
+                is_found &= computes_prompt or any(map(_has_begun, late))
+            if is_found:
                 return placed
             if time.monotonic() > deadline:
-                raise Unavailable(f"no prefill worker has a prompt after {_WAIT_SECONDS:g} s")
+                raise Unavailable(f"no {_TITLES[kind]} has a request after {_WAIT_SECONDS:g} s")
             await asyncio.sleep(_ASK_SECONDS)
 
     async def _leave(self, kind: str, target: str, pauses: Mapping[str, Pause]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
 import httpx
@@ -500,7 +500,8 @@ async def test_the_page_shows_no_normal_end_as_a_failure() -> None:
         num_choices=1,
         max_tokens=1,
     )
-    for reason in inference_pb2.FinishReason.values():
+    for number in inference_pb2.FinishReason.values():
+        reason = cast(inference_pb2.FinishReason, number)
         with telemetry.track(facts, inference_pb2.Timeline(), NoOutputs(reason)):
             pass
     with (
