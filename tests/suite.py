@@ -27,8 +27,6 @@ IN_TURN: Final = ("--in-turn", "--durations", "10")
 MAX_RERUNS: Final = 30
 """More failures than this have one cause, so running them again tells nothing."""
 
-_PASSED: Final = pytest.ExitCode.OK
-_SOME_FAILED: Final = pytest.ExitCode.TESTS_FAILED
 _END: Final = "[]"
 
 
@@ -106,7 +104,7 @@ class Outcome:
             if len(line) == 2:
                 failures.setdefault(*line)
             ended.update(line[:1])
-        expected = _SOME_FAILED if failures else _PASSED
+        expected = pytest.ExitCode.TESTS_FAILED if failures else pytest.ExitCode.OK
         return cls(code, failures, frozenset(ended), _END in lines and code == expected)
 
     @property

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from ...proto.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
-from .pooling import FILE as MODULES_FILE
+from . import pooling
 
 ANSWER_DEADLINE_S: Final = 10.0
 """For the hub's first response and for every file's headers; a large file's download has none."""
@@ -31,7 +31,6 @@ _HASH_BYTES: Final = 2**20
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 # Copies in other formats, which would double the download.
 _UNWANTED: Final = ["*/*.safetensors", "*/*.json", "consolidated*"]
-_POOLING: Final = "*_Pooling/config.json"
 
 
 def download_snapshot(repo_id: str, revision: str | None) -> Path:
@@ -53,11 +52,11 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
             etag_timeout=ANSWER_DEADLINE_S,
         )
         # Its own download: _UNWANTED matches these files, and patterns have no exceptions.
-        if Path(folder, MODULES_FILE).exists():
+        if Path(folder, pooling.FILE).exists():
             snapshot_download(
                 repo_id,
                 revision=Path(folder).name,
-                allow_patterns=_POOLING,
+                allow_patterns=pooling.CONFIGS,
                 local_files_only=is_unreachable,
                 etag_timeout=ANSWER_DEADLINE_S,
             )

@@ -13,6 +13,9 @@ from ...router.pooling import PoolingRules
 from ...workers.model.config import CheckpointError, Fields, read_json, read_json_list
 
 FILE: Final = "modules.json"
+CONFIGS: Final = "*_Pooling/config.json"
+"""The pattern of the files of Pooling, which are in folders of their own."""
+
 _WITHOUT_EFFECT: Final = ("Transformer", "Dropout", "Normalize")
 """Modules that the model itself is, that act in training alone, or that requests choose."""
 _FLAGS: Final = {

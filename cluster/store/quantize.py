@@ -19,6 +19,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.home import TOKENIZER_FILE, tokenizer_file
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
+from . import pooling
 from .awq import round_by_awq
 from .folders import publish
 from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest
@@ -206,7 +207,7 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
     model in other formats.
     """
     kept = [path for path in folder.iterdir() if path.name.endswith(_KEPT_SUFFIXES)]
-    for path in (*kept, *folder.glob("*/*.jinja"), *folder.glob("*_Pooling/config.json")):
+    for path in (*kept, *folder.glob("*/*.jinja"), *folder.glob(pooling.CONFIGS)):
         if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
             target = out / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)

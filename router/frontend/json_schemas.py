@@ -129,33 +129,24 @@ def readable(schema: Any) -> Any:
         return schema
 
 
-def resolved(schema: Any, root: Any) -> Any:
+def resolved(schema: Any, root: Any, *, alone: bool = False) -> Any:
     """Returns the schema that a reference within the document `root` leads to; None if missing.
 
-    Ignores keywords beside a reference.
+    `alone`: follows no reference that has keywords beside it, except annotations. Otherwise it
+    ignores these keywords.
     """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
-        schema = _target(schema["$ref"], root)
-    return schema
-
-
-def _resolved_alone(schema: Any, root: Any) -> Any:
-    """Returns the same as `resolved`, but follows no reference that has keywords beside it.
-
-    Annotations do not count as keywords.
-    """
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, dict) or schema.keys() - _ANNOTATIONS != {"$ref"}:
+        if alone and schema.keys() - _ANNOTATIONS != {"$ref"}:
             break
         schema = _target(schema["$ref"], root)
     return schema
 
 
-def _target(reference: Any, root: Any) -> Any:
+def _target(reference: str, root: Any) -> Any:
     """Returns the schema at a JSON pointer like `#/$defs/a`; None if it is missing."""
-    if not isinstance(reference, str) or not re.match(r"#(?:/|\Z)", reference):
+    if not re.match(r"#(?:/|\Z)", reference):
         return None
     target = root
     for part in reference.split("/")[1:]:
@@ -292,7 +283,7 @@ def _express_objects(found: dict[str, Any], root: Any) -> None:
         if not found["dependentRequired"]:
             del found["dependentRequired"]
     if "propertyNames" in found:
-        _express_names(found, _resolved_alone(found["propertyNames"], root))
+        _express_names(found, resolved(found["propertyNames"], root, alone=True))
 
 
 def _express_names(found: dict[str, Any], names: Any) -> None:

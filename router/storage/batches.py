@@ -9,7 +9,7 @@ the storage, runners repeat with their next claim which requests they hold.
 import json
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -212,20 +212,23 @@ class Batches:
                 json.loads(row[0])["custom_id"], "storage_full", "the answer found no room"
             )
             has_failed = True
-        self._database.execute(
+        self._write_answers(batch, {number: line}, has_failed=has_failed)
+
+    def _write_answers(self, batch: Batch, lines: Mapping[int, bytes], *, has_failed: bool) -> None:
+        """Writes answers by their numbers in place of the requests, and counts them."""
+        self._database.connection.executemany(
             "UPDATE lines SET answer = ?, request = NULL, size = ?, has_failed = ? "
             "WHERE batch = ? AND line = ?",
-            line,
-            len(line) + ENTRY_BYTES,
-            has_failed,
-            batch.batch_id,
-            number,
+            [
+                (line, len(line) + ENTRY_BYTES, has_failed, batch.batch_id, number)
+                for number, line in lines.items()
+            ],
         )
-        batch.answer_bytes += len(line)
+        batch.answer_bytes += sum(map(len, lines.values()))
         if has_failed:
-            batch.failed += 1
+            batch.failed += len(lines)
         else:
-            batch.completed += 1
+            batch.completed += len(lines)
 
     def _end_expired(self) -> None:
         """Answers the requests of the oldest batch that has taken too long with an error.
@@ -245,15 +248,9 @@ class Batches:
                 "SELECT line, request FROM lines WHERE batch = ? AND answer IS NULL",
                 batch.batch_id,
             )
-            lines = [(_expired_line(request), number) for number, request in rows]
+            errors = {number: _expired_line(request) for number, request in rows}
             # Errors are kept without asking for room: none may be lost.
-            self._database.connection.executemany(
-                "UPDATE lines SET answer = ?1, request = NULL, size = LENGTH(?1) + ?4, "
-                "has_failed = TRUE WHERE batch = ?3 AND line = ?2",
-                [(line, number, batch.batch_id, ENTRY_BYTES) for line, number in lines],
-            )
-            batch.answer_bytes += sum(len(line) for line, _ in lines)
-            batch.failed += len(lines)
+            self._write_answers(batch, errors, has_failed=True)
             self._finish(batch, "expired")
 
     def _drop_unheld(self, batch: Batch) -> None:

@@ -156,18 +156,7 @@ class KillDemo:
             try:
                 await self._begin()
                 for kind in kinds:
-                    for _ in range(_MAX_TRIES):
-                        if kind == "prefill":
-                            self._start(lambda each: each.starts_late)
-                        if await self._strike(kind):
-                            break
-                        ended += self._streams
-                        await self._begin()
-                    else:
-                        raise Unavailable(
-                            f"all streams end before a {_TITLES[kind]} is killed; give more "
-                            "--tokens"
-                        )
+                    ended += await self._strike_running(kind)
                 self._start(lambda each: each.starts_late)
                 await asyncio.gather(*self._readers)
             finally:
@@ -196,6 +185,21 @@ class KillDemo:
 
     def _running(self) -> dict[str, FollowedStream]:
         return {each.request.name: each for each in self._streams if each.state == "running"}
+
+    async def _strike_running(self, kind: str) -> list[FollowedStream]:
+        """Kills a process of a kind while streams run; returns the streams that ended before.
+
+        Sends the requests again if all streams have ended. Raises Unavailable if they always do.
+        """
+        ended: list[FollowedStream] = []
+        for _ in range(_MAX_TRIES):
+            if kind == "prefill":
+                self._start(lambda each: each.starts_late)
+            if await self._strike(kind):
+                return ended
+            ended += self._streams
+            await self._begin()
+        raise Unavailable(f"all streams end before a {_TITLES[kind]} is killed; give more --tokens")
 
     async def _strike(self, kind: str) -> bool:
         """Kills a process of a kind; returns True when every stream has gone on for some tokens.

@@ -1,4 +1,4 @@
-"""Provides clients of the HTTP API of the service under test."""
+"""Provides services with a fake token source, and clients of the HTTP API of one under test."""
 
 from collections.abc import AsyncIterator
 
@@ -6,9 +6,22 @@ import httpx
 import openai
 import pytest
 
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import FakeTokenSource
 
 _WAIT = 10.0  # seconds
+
+
+@pytest.fixture
+def source() -> FakeTokenSource:
+    return FakeTokenSource()
+
+
+@pytest.fixture
+def generation(model: ServedModel, source: FakeTokenSource) -> GenerationService:
+    return GenerationService([model], source)
 
 
 @pytest.fixture

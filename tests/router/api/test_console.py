@@ -33,7 +33,6 @@ from tandem.router.api.console.routes import STATIC_PATHS
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
-from tandem.router.frontend.prepare import ServedModel
 from tandem.router.telemetry.requests import PARTS, RequestFacts, RequestTelemetry
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer
@@ -44,16 +43,6 @@ _STATIC = Path(routes.__file__).with_name("static")
 DATA = "/console/data"
 CANARY = "canarybird"
 KEYS = (api_key("ada", requests_per_minute=3), api_key("bob"), api_key("ops", operator=True))
-
-
-@pytest.fixture
-def source() -> FakeTokenSource:
-    return FakeTokenSource()
-
-
-@pytest.fixture
-def generation(model: ServedModel, source: FakeTokenSource) -> GenerationService:
-    return GenerationService([model], source)
 
 
 @pytest.fixture

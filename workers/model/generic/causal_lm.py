@@ -36,7 +36,7 @@ from .latent import latent_projections
 from .linear import LinearSource
 from .sparse import dense_tokens_of
 from .tensor_parallel import TpPlan, linears_alone
-from .weights import WeightGroup, find_weight_groups
+from .weights import WeightGroup, find_weight_groups, set_tensor
 
 
 class _Source(Module):
@@ -78,12 +78,7 @@ class _Weights(Module):
         self.sources = []
         for name, tensor in converted.items():
             data = self._plan.cut(name, tensor) if self._is_whole else tensor
-            path, _, leaf = name.rpartition(".")
-            owner = self._model.get_submodule(path)
-            if leaf in owner._buffers:
-                owner._buffers[leaf] = data
-            else:
-                owner._parameters[leaf] = nn.Parameter(data, requires_grad=False)
+            set_tensor(self._model, name, data)
 
 
 class _Given:
@@ -206,11 +201,8 @@ class TransformersForCausalLM(CausalLM):
         model.tie_weights()
         for target, source in model.all_tied_weights_keys.items():
             if self._plan.is_split(target) and not self._plan.is_split(source):
-                path, _, leaf = target.rpartition(".")
                 part = self._plan.cut(target, model.get_parameter(source).data)
-                model.get_submodule(path)._parameters[leaf] = nn.Parameter(
-                    part, requires_grad=False
-                )
+                set_tensor(model, target, part)
         self._layers.process_after_load()
         use_kernels(model, self._dtype, self._plan)
         use_packed_experts(model)

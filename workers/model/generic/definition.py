@@ -30,6 +30,7 @@ from .config import (
 from .latent import keep_latents
 from .sparse import see_all_keys
 from .trace import trace_layers, unknown_state
+from .weights import set_tensor
 
 # While transformers builds a model, it changes the default dtype and patches of the whole process.
 _building = Lock()
@@ -89,13 +90,7 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     pattern, kept, _ = build_glob_alternation(list(plan))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if match := pattern.search(name):
-            path, _, leaf = name.rpartition(".")
-            owner = model.get_submodule(path)
-            data = tensor.to(plan[kept[str(match.lastgroup)]])
-            if leaf in owner._buffers:
-                owner._buffers[leaf] = data
-            else:
-                owner._parameters[leaf] = nn.Parameter(data, requires_grad=False)
+            set_tensor(model, name, tensor.to(plan[kept[str(match.lastgroup)]]))
 
 
 def _check_layers(

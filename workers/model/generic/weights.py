@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -23,6 +24,16 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+
+
+def set_tensor(model: PreTrainedModel, name: str, data: torch.Tensor) -> None:
+    """Replaces a parameter or a buffer; the data may have another dtype, shape or device."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = data
+    else:
+        owner._parameters[leaf] = nn.Parameter(data, requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
