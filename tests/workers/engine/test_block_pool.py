@@ -146,10 +146,14 @@ class PoolMachine(RuleBasedStateMachine):
         seconds=st.integers(1, 9),
     )
     def retain(self, chain: list[bytes], tenant: bytes, seconds: int) -> None:
-        """A tenant has a quarter of the blocks, and all together have half of them."""
+        """A tenant has a quarter of the blocks, and all together have half of them.
+
+        Cached blocks that were not retained before go behind all others.
+        """
         self.pool.retain(chain, tenant, self.now + seconds)
-        known = takewhile(set(self.digest_of.values()).__contains__, chain)
-        for digest in reversed(list(known)[: NUM_BLOCKS // 4]):
+        known = list(takewhile(set(self.digest_of.values()).__contains__, chain))
+        before = {digest for digest, _, _ in self.retained}
+        for digest in reversed(known[: NUM_BLOCKS // 4]):
             ends = [end for other, _, end in self.retained if other == digest]
             self.retained = [each for each in self.retained if each[0] != digest]
             self.retained.append((digest, tenant, max([self.now + seconds, *ends])))
@@ -157,6 +161,12 @@ class PoolMachine(RuleBasedStateMachine):
         dropped = own[: max(len(own) - NUM_BLOCKS // 4, 0)]
         rest = [each for each in self.retained if each not in dropped]
         self.drop(dropped + rest[: max(len(rest) - NUM_BLOCKS // 2, 0)])
+        block_of = {digest: block for block, digest in self.digest_of.items()}
+        for digest in known:
+            block = block_of[digest]
+            if digest not in before and block in self.cached and self.is_retained(block):
+                self.cached.remove(block)
+                self.cached.append(block)
 
     @rule(seconds=st.integers(1, 5))
     def wait(self, seconds: int) -> None:
