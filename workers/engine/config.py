@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,6 +10,9 @@ from ...proto.limits import mixed_chunk
 from ..kv_cache.tables import TableSpec, alignment
 from ..step_cost import StepCost
 from .block_table import TableLimits, least_blocks
+
+_LEAST_BURST: Final = 2
+"""Prompts of a burst. Beside one stream, one prompt is not a burst: it may be long."""
 
 
 def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
@@ -81,7 +84,7 @@ class Budgets:
     # The maximum in a step with decodes, which all wait for the chunk; see chunk_beside.
     mixed_chunk_tokens: int = 512
     # The maximum time of a mixed step, divided by the time of a step without prompts; see
-    # `StepCost`. None: only the limits in tokens count.
+    # `StepCost` and `prompt_tokens`. None: only the limits in tokens count.
     mixed_step_factor: float | None = None
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
@@ -129,6 +132,9 @@ class Budgets:
         """Returns the number of prompt tokens that a step may compute, by its predicted time too.
 
         The decodes have `num_rows` tokens, with their drafts. For `num_prompts` see `chunk_beside`.
+        In a burst the step has the size of a step without decodes: while at least as many requests
+        wait for their first token as streams for their next one, long steps take less of their time
+        in total.
         """
         most = self.chunk_beside(num_decodes, num_prompts)
         if self.mixed_step_factor is None or not num_decodes:
@@ -137,7 +143,9 @@ class Budgets:
             return 0
         # After a change of the role there may be more decodes than the new role has sequences.
         num_joining = min(num_prompts, max(self.max_sequences - num_decodes, 0))
-        return int(min(most, cost.tokens_beside(self.mixed_step_factor, num_rows, num_joining)))
+        count = int(min(most, cost.tokens_beside(self.mixed_step_factor, num_rows, num_joining)))
+        is_burst = num_prompts >= max(num_decodes, _LEAST_BURST)
+        return max(count, self.chunk_tokens - num_rows) if is_burst else count
 
     def more_prompt_tokens(self, cost: StepCost, num_tokens: int, most: int) -> int:
         """Returns how many of `most` more prompt tokens a step without decodes may compute.

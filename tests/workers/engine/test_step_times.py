@@ -146,6 +146,9 @@ def test_mixed_steps_are_within_the_factor_and_prompts_progress(
             run.until_first_tokens(numbers)
     run.until_first_tokens(numbers)
     for step in run.steps:
+        if step.num_prompts >= max(step.num_rows, 2):
+            assert step.num_rows + step.num_tokens <= run.budgets.chunk_tokens
+            continue
         assert step.num_tokens <= run.budgets.chunk_beside(step.num_rows, step.num_prompts)
         if step.num_tokens > LEAST_CHUNK:
             allowed = factor * speed.seconds(step.num_rows + step.num_prompts)
@@ -230,6 +233,18 @@ def test_the_first_prompts_of_a_burst_do_not_wait_for_the_rest() -> None:
     for _ in range(6):
         without.submit(100, 50)
     assert without.step().num_tokens == 512
+
+
+def test_a_burst_is_computed_in_whole_chunks_until_more_streams_decode_than_wait() -> None:
+    run = Run(Speed(row=0.0, token=0.001), budgets(most=40))
+    run.until_first_tokens([run.submit(30, 4000)])
+    for length in (200, 100):
+        run.until_first_tokens([run.submit(length, 1)])
+    run.steps.clear()
+    run.until_first_tokens([run.submit(100, 4000) for _ in range(9)])
+    assert run.steps[0] == Step(num_rows=1, num_tokens=511, num_prompts=9)
+    assert run.steps[1].num_rows == 6
+    assert all(step.num_tokens <= 11 for step in run.steps[1:])
 
 
 def test_a_long_prompt_alone_gets_whole_chunks() -> None:
