@@ -109,6 +109,8 @@ def _role_config(
         chunk_tokens=config.chunk_tokens(pool, num_threads),
         mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
         mixed_step_factor=pool.mixed_step_factor,
+        # With a prefill pool, the decode pool is for short gaps between tokens.
+        burst_chunks=not config.prefill.max_replicas,
         max_sequences=config.max_sequences(pool),
         prefix_caching=config.prefix_caching,
         speculative=speculative,

@@ -46,9 +46,9 @@ class ProfiledBudgets(BaseModel):
     mixed_step_factor: float | None
     max_sequences: int
 
-    def as_budgets(self) -> Budgets:
-        """Returns the budgets of an engine."""
-        return Budgets(**self.model_dump())
+    def as_budgets(self, *, burst_chunks: bool) -> Budgets:
+        """Returns the budgets of an engine. `burst_chunks`: of a service without a prefill pool."""
+        return Budgets(**self.model_dump(), burst_chunks=burst_chunks)
 
 
 class WorkerProfile(BaseModel):

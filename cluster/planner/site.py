@@ -83,7 +83,7 @@ class MeasuredSite:
         pool = SimulatedPool(
             workers=split.decode,
             num_blocks=worker.num_blocks,
-            budgets=worker.budgets.as_budgets(),
+            budgets=worker.budgets.as_budgets(burst_chunks=not split.prefill),
             overlap=worker.overlap,
         )
         service = SimulatedService(
@@ -128,6 +128,7 @@ class ArithmeticSite:
             chunk_tokens=config.chunk_tokens(pool, 0),
             mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
             mixed_step_factor=pool.mixed_step_factor,
+            burst_chunks=not split.prefill,
             max_sequences=config.max_sequences(pool),
         )
         num_blocks = self._num_blocks(split.tp)

@@ -191,6 +191,15 @@ def test_a_worker_of_one_thread_computes_short_chunks() -> None:
     assert chunk_tokens("decode", 1, **{"decode.chunk_tokens": 64}) == 64
 
 
+@pytest.mark.parametrize(("replicas", "expected"), [(0, True), (1, False)])
+def test_only_without_a_prefill_pool_decode_workers_take_whole_chunks_in_bursts(
+    replicas: int, expected: bool
+) -> None:
+    config = load_config(None, {"model": "m", "prefill.replicas": replicas})
+    made = worker_config(config, "decode", "/m", 2, IDENTITY, host="127.0.0.1", ranks_per_node=1)
+    assert made.budgets.burst_chunks == expected
+
+
 def test_state_slots_reach_a_worker_with_the_states_of_one_sequence() -> None:
     """A prefill takes three, because it keeps its result for the transfer."""
     overrides = {"model": "m", "prefill.state_slots": 9, "decode.max_sequences": 5}

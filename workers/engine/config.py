@@ -86,6 +86,8 @@ class Budgets:
     # The maximum time of a mixed step, divided by the time of a step without prompts; see
     # `StepCost` and `prompt_tokens`. None: only the limits in tokens count.
     mixed_step_factor: float | None = None
+    # A mixed step of a burst has the size of a step without decodes; see `prompt_tokens`.
+    burst_chunks: bool = False
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
     # Admission reserves blocks for this number of generated tokens; later blocks come one by one.
@@ -132,9 +134,9 @@ class Budgets:
         """Returns the number of prompt tokens that a step may compute, by its predicted time too.
 
         The decodes have `num_rows` tokens, with their drafts. For `num_prompts` see `chunk_beside`.
-        In a burst the step has the size of a step without decodes: while at least as many requests
-        wait for their first token as streams for their next one, long steps take less of their time
-        in total.
+        With `burst_chunks` a step of a burst has the size of a step without decodes: while at least
+        as many requests wait for their first token as streams for their next one, long steps take
+        less of their time in total.
         """
         most = self.chunk_beside(num_decodes, num_prompts)
         if self.mixed_step_factor is None or not num_decodes:
@@ -144,8 +146,9 @@ class Budgets:
         # After a change of the role there may be more decodes than the new role has sequences.
         num_joining = min(num_prompts, max(self.max_sequences - num_decodes, 0))
         count = int(min(most, cost.tokens_beside(self.mixed_step_factor, num_rows, num_joining)))
-        is_burst = num_prompts >= max(num_decodes, _LEAST_BURST)
-        return max(count, self.chunk_tokens - num_rows) if is_burst else count
+        if self.burst_chunks and num_prompts >= max(num_decodes, _LEAST_BURST):
+            return max(count, self.chunk_tokens - num_rows)
+        return count
 
     def more_prompt_tokens(self, cost: StepCost, num_tokens: int, most: int) -> int:
         """Returns how many of `most` more prompt tokens a step without decodes may compute.

@@ -118,6 +118,7 @@ def budgets(factor: float | None = 2.0, most: int = 4096) -> Budgets:
         chunk_tokens=512,
         mixed_chunk_tokens=most,
         mixed_step_factor=factor,
+        burst_chunks=True,
         max_sequences=64,
         prefix_caching=False,
     )
@@ -130,11 +131,18 @@ def budgets(factor: float | None = 2.0, most: int = 4096) -> Budgets:
     st.integers(1, 12),
     st.lists(st.integers(1, 300), min_size=1, max_size=6),
     st.booleans(),
+    st.booleans(),
 )
 def test_mixed_steps_are_within_the_factor_and_prompts_progress(
-    speed: Speed, factor: float, most: int, streams: int, prompts: list[int], is_burst: bool
+    speed: Speed,
+    factor: float,
+    most: int,
+    streams: int,
+    prompts: list[int],
+    is_burst: bool,
+    has_bursts: bool,
 ) -> None:
-    run = Run(speed, budgets(factor, most))
+    run = Run(speed, replace(budgets(factor, most), burst_chunks=has_bursts))
     run.until_first_tokens([run.submit(20, 4000) for _ in range(streams)])
     for _ in range(10):
         run.step()
@@ -146,7 +154,7 @@ def test_mixed_steps_are_within_the_factor_and_prompts_progress(
             run.until_first_tokens(numbers)
     run.until_first_tokens(numbers)
     for step in run.steps:
-        if step.num_prompts >= max(step.num_rows, 2):
+        if has_bursts and step.num_prompts >= max(step.num_rows, 2):
             assert step.num_rows + step.num_tokens <= run.budgets.chunk_tokens
             continue
         assert step.num_tokens <= run.budgets.chunk_beside(step.num_rows, step.num_prompts)
