@@ -50,7 +50,7 @@ def test_requests_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 
 
 def test_each_share_of_the_knee_is_predicted() -> None:
-    requests = [traced(0.3 * number, 64, 8) for number in range(400)]
+    requests = [traced(0.3 * number, 64, 8) for number in range(1000)]
     plan = LoadPlan(
         objective=Objective(limits={"ttft": 1000.0}), shares=(0.3, 0.8), seconds=20.0, searched=60
     )
