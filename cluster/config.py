@@ -245,7 +245,8 @@ class PoolConfig(BaseModel):
     # third. None: 1024, on CPUs 40.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     # The maximum time of a step with decodes and prompts, divided by the measured time of a step
-    # without prompts. None: only the limits in tokens count.
+    # without prompts. None: only the limits in tokens count. Without a prefill pool, bursts of
+    # prompts exceed this limit and mixed_chunk_tokens; see `Budgets.prompt_tokens`.
     mixed_step_factor: float | None = Field(default=2.0, gt=1, le=100)
     # In one batch. None: 256, on CPUs 64.
     max_sequences: int | None = Field(default=None, ge=1, le=65_536)

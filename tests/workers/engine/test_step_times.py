@@ -34,7 +34,7 @@ class Speed:
 class Step:
     """Describes one step: decodes, prompt tokens, and the prompts that ran or waited before it."""
 
-    num_rows: int  # a prompt's chunk of one token counts as a row, too
+    num_rows: int  # decodes, and chunks of one prompt token
     num_tokens: int
     num_prompts: int
     num_decodes: int = field(default=0, compare=False)  # without such chunks
