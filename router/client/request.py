@@ -141,16 +141,16 @@ def _message(index: int, given: Message) -> inference_pb2.ChatMessage:
 
 
 def _text(content: object) -> str:
-    """Returns the text of a content, which may have OpenAI's content parts."""
+    """Returns the text of a content, which may have OpenAI's content parts: one line for each."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise TypeError("content")
-    return "".join(part["text"] for part in content if not _is_other(part))
+    return "\n".join(part["text"] for part in content if not _is_other(part))
 
 
 def _other_parts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the types of the parts that are not text, which the service refuses."""
+    """Returns the types of the parts that are not text."""
     if isinstance(content, str):
         return []
     return [part["type"] for part in content if _is_other(part)]

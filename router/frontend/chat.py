@@ -16,6 +16,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.parameters import check_count, check_length
 
 _PATH: Final = "prompt.chat"
+_TOOL_ROLE: Final = "tool"
 _TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}")
 
 _JSON_MARKS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
@@ -153,7 +154,11 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    # Agents send the pictures that their tools made again with each turn: a refusal would end the
+    # conversation.
+    notes = [f"[{kind} left out: the model only reads text]" for kind in message.other_parts]
+    content = "\n".join([message.content, *notes] if message.content else notes)
+    found: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         found["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     if message.tool_call_id:
@@ -173,7 +178,7 @@ def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
 
 
 def _check_parts(message: inference_pb2.ChatMessage, path: str, text_model_of: str) -> None:
-    if not message.other_parts:
+    if not message.other_parts or message.role == _TOOL_ROLE:
         return
     kind = message.other_parts[0][: limits.MAX_NAME_CHARACTERS]
     reads = "the model only reads text"

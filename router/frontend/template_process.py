@@ -1,12 +1,14 @@
 """Renders chat templates by transformers, in a child process that template.py starts.
 
 Some templates expect a message's content as a list of parts, and silently leave out a plain text.
-So each template is first tried with both forms, for each role. Knows nothing of tokens.
+Others refuse or leave out a system message after the first one, or two messages of a role in a row.
+So each template is first tried with such chats, and messages that it does not write are merged with
+their neighbours. Knows nothing of tokens.
 """
 
 import json
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -18,9 +20,12 @@ from .template import REFUSAL
 
 _MEMORY_BYTES: Final = 2**28  # of all renderings, beyond the memory of transformers
 _MAX_REASON: Final = 200
-_MAX_TRIED: Final = 64  # templates and roles whose form of content is remembered
+_MAX_TRIED: Final = 64  # templates and roles for which a result is remembered
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _OTHER_ROLE: Final = "other"
+_SYSTEM_ROLES: Final = ("system", "developer")
+_INPUT_ROLES: Final = ("user", "tool")
+_BETWEEN: Final = "\n\n"  # merged messages
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MARK: Final = "tandem-content-mark"  # no template writes this text by itself
 _CALL: Final = {
@@ -28,6 +33,13 @@ _CALL: Final = {
     "type": "function",
     "function": {"name": "look", "arguments": {}},
 }
+
+
+Message = dict[str, Any]
+"""A message of a chat, as templates get it."""
+
+Tokens = tuple[tuple[str, str], ...]
+"""The names and texts of special tokens that templates get."""
 
 
 def make_answer() -> Callable[[bytes], bytes]:
@@ -40,7 +52,7 @@ def make_answer() -> Callable[[bytes], bytes]:
 def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
     """Returns the text, or the reason why there is none and the field at fault."""
     try:
-        texts: Any = render_jinja_template(**_with_parts(variables))[0]
+        texts: Any = render_jinja_template(**_with_parts(_arranged(variables)))[0]
         if len(texts[0]) <= max_characters:
             return {"text": texts[0]}
     except MemoryError:
@@ -60,10 +72,103 @@ def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]
     return {"reason": f"renders more than {max_characters} characters for these messages"}
 
 
+def _arranged(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables, with messages merged that the template does not write separately."""
+    source, tokens = _template(variables)
+
+    def shows(roles: tuple[str, ...]) -> bool:
+        # A template that refuses any chat here may need variables of the client.
+        return _shows(source, tokens, roles) or not _shows(source, tokens, ("user",))
+
+    conversations = [arrange(each, shows) for each in variables["conversations"]]
+    return {**variables, "conversations": conversations}
+
+
+def arrange(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool]) -> list[Message]:
+    """Returns the messages of a chat in a form that a template writes completely.
+
+    `shows` returns True if the template writes every message of a chat with the given roles.
+
+    - System messages at the beginning become one.
+    - A later one is added to the user message or tool result before it, else to the next one. So
+      the prompt keeps its order, and no text comes between a call and its result.
+    - Messages of a role in a row become one.
+    """
+    num_first = 0
+    while num_first < len(messages) and messages[num_first]["role"] in _SYSTEM_ROLES:
+        num_first += 1
+    first = list(messages[:num_first])
+    if num_first > 1 and not shows((first[0]["role"], first[-1]["role"], "user")):
+        first = [_merged(*first)]
+    rest = list(messages[num_first:])
+    if first and not shows((first[0]["role"], "user")):  # the template knows no system messages
+        first, rest = [], first + rest
+    return first + _without_repeats(_fold(rest, shows), shows)
+
+
+def _fold(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool]) -> list[Message]:
+    """Adds each system message to a neighbour, unless the template writes it at its place."""
+    found: list[Message] = []
+    waiting: list[Message] = []  # for the next message of the user or a tool
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role in _SYSTEM_ROLES and not shows(("user", "assistant", role, "user")):
+            if found and found[-1]["role"] in _INPUT_ROLES:
+                found[-1] = _merged(found[-1], message)
+            elif any(later["role"] in _INPUT_ROLES for later in messages[i:]):
+                waiting.append(message)
+            else:
+                found.append(message | {"role": "user"})
+            continue
+        if waiting and role in _INPUT_ROLES:
+            content = _merged(*waiting, message)["content"]
+            message = message | {"content": content}
+            waiting.clear()
+        found.append(message)
+    return found
+
+
+def _without_repeats(
+    messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool]
+) -> list[Message]:
+    """Merges messages of the user, and of the assistant, that the template does not repeat.
+
+    Calls end a message: their results follow.
+    """
+    tried = {"user": ("user", "user"), "assistant": ("user", "assistant", "assistant", "user")}
+    found: list[Message] = []
+    for message in messages:
+        role = message["role"]
+        may_merge = bool(found) and found[-1]["role"] == role and "tool_calls" not in found[-1]
+        if may_merge and role in tried and not shows(tried[role]):
+            found[-1] = _merged(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _merged(*messages: Message) -> Message:
+    """Returns the first message with the contents of all, and with the other fields of the last."""
+    contents = [each["content"] for each in messages if each["content"]]
+    return (
+        messages[0]
+        | messages[-1]
+        | {
+            "role": messages[0]["role"],
+            "content": _BETWEEN.join(contents),
+        }
+    )
+
+
+def _template(variables: Mapping[str, Any]) -> tuple[str, Tokens]:
+    """Returns the source of a template and its variables for special tokens."""
+    tokens = tuple((name, str(variables[name])) for name in _TOKENS if name in variables)
+    return str(variables["chat_template"]), tokens
+
+
 def _with_parts(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the variables, with contents as lists of one part where the template expects that."""
-    source = str(variables["chat_template"])
-    tokens = tuple((name, str(variables[name])) for name in _TOKENS if name in variables)
+    source, tokens = _template(variables)
     takes_parts = {
         role: _takes_parts(source, tokens, role)
         for role in _known_roles(variables["conversations"])
@@ -91,19 +196,34 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(_MAX_TRIED)
-def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) -> bool:
+def _shows(source: str, tokens: Tokens, roles: tuple[str, ...]) -> bool:
+    """Returns True if a template writes each message of a chat with these roles."""
+    messages = [{"role": role, "content": f"{_MARK}-{i};"} for i, role in enumerate(roles)]
+    text = _try(
+        source,
+        tokens,
+        [
+            _in_parts(each) if _takes_parts(source, tokens, _known_role(each)) else each
+            for each in messages
+        ],
+    )
+    return all(each["content"] in text for each in messages)
+
+
+@lru_cache(_MAX_TRIED)
+def _takes_parts(source: str, tokens: Tokens, role: str) -> bool:
     """Returns True if a template writes the content of a role's messages only as a list of parts.
 
     `tokens`: the template's variables for special tokens.
     """
     for as_parts in (False, True):
-        message: dict[str, Any] = {
+        message: Message = {
             "role": role,
             "content": _MARK,
             "tool_call_id": "call00000",
             "name": "look",
         }
-        other: dict[str, Any] = {"role": "user", "content": "x"}
+        other: Message = {"role": "user", "content": "x"}
         if role != "user" and _takes_parts(source, tokens, "user"):
             other = _in_parts(other)
         call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -113,17 +233,22 @@ def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) ->
             "assistant": [other, *tried, other],
             "tool": [other, call, *tried],
         }.get(role, [*tried, other])
-        variables: dict[str, Any] = {
-            **dict(tokens),
-            "conversations": [conversation],
-            "chat_template": source,
-        }
-        try:
-            texts: Any = render_jinja_template(**variables, add_generation_prompt=True)[0]
-        except MemoryError:
-            raise
-        except Exception:  # a template can raise anything
-            texts = [""]
-        if _MARK in texts[0]:
+        if _MARK in _try(source, tokens, conversation):
             return as_parts
     return False
+
+
+def _try(source: str, tokens: Tokens, conversation: list[Message]) -> str:
+    """Returns what a template writes for a chat; "" if it refuses the chat."""
+    variables: dict[str, Any] = {
+        **dict(tokens),
+        "conversations": [conversation],
+        "chat_template": source,
+    }
+    try:
+        texts: Any = render_jinja_template(**variables, add_generation_prompt=True)[0]
+    except MemoryError:
+        raise
+    except Exception:  # a template can raise anything
+        return ""
+    return str(texts[0])

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
@@ -11,7 +10,7 @@ from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
-from ..openai.bodies import CacheControl, OtherPart
+from ..openai.bodies import PART_BREAK, CacheControl, OtherPart, part_ends
 from ..openai.parsing import json_text, parse
 from ..openai.requests import ParsedRequest, set_parameters
 from .bodies import (
@@ -33,6 +32,15 @@ _MODES: Final = {
     "any": inference_pb2.ToolChoice.MODE_REQUIRED,
     "tool": inference_pb2.ToolChoice.MODE_NAMED,
 }
+
+
+_Block = TypeVar("_Block", bound=BaseModel)
+
+_BILLING: Final = "x-anthropic-billing-header:"
+"""Begins a line that Claude Code puts before its system prompt.
+
+It differs in each request, so no prefix cache would have the prompt. It tells the model nothing.
+"""
 
 
 def parse_messages(body: bytes, request_id: str) -> ParsedRequest[MessagesFields]:
@@ -69,9 +77,9 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
         "cache_breakpoints": "cache_control",
     }
     marks = [_mark(tool.cache_control) for tool in body.tools or () if tool.cache_control]
-    if body.system:
-        marks += _text_marks(body.system, 0)
-        _add(chat, names, "system", role="system", content=_text(body.system))
+    if body.system and (system := _without_billing(body.system)):
+        marks += _text_marks(system, 0)
+        _add(chat, names, "system", role="system", content=_text(system))
     for i, message in enumerate(body.messages):
         add = _add_assistant if message.role == "assistant" else _add_user
         marks += add(chat, names, message, f"messages[{i}]")
@@ -111,30 +119,32 @@ def _add_user(
     Returns the marks for the prefix cache.
     """
     marks: list[inference_pb2.CacheBreakpoint] = []
-    if isinstance(message.content, str):
-        _add(chat, names, path, role=message.role, content=message.content)
+    content = message.content
+    if message.role == "system":
+        content = _without_billing(content)
+    if isinstance(content, str):
+        _add(chat, names, path, role=message.role, content=content)
         return marks
     texts: list[str] = []
 
     def add_texts() -> None:
         if texts:
-            _add(chat, names, path, role=message.role, content="".join(texts))
+            _add(chat, names, path, role=message.role, content=PART_BREAK.join(texts))
             texts.clear()
 
-    for i, block in enumerate(message.content):
+    for i, block in enumerate(content):
         if isinstance(block, TextBlock):
             texts.append(block.text)
             if block.cache_control:
-                end = sum(map(len, texts))
-                marks.append(_mark(block.cache_control, len(chat.messages), end))
+                marks.append(_mark(block.cache_control, len(chat.messages), part_ends(texts)[-1]))
         elif isinstance(block, ToolResultBlock):
             add_texts()
             marks += _text_marks(block.content or "", len(chat.messages))
             if block.cache_control:
                 marks.append(_mark(block.cache_control, len(chat.messages) + 1))
-            content = _text(block.content or "")
+            text = _text(block.content or "")
             others = _other_parts(block.content or "")
-            fields = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            fields = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
             _add(chat, names, f"{path}.content[{i}]", **fields, other_parts=others)
         elif isinstance(block, OtherPart):
             add_texts()
@@ -174,7 +184,11 @@ def _add_assistant(
             calls.append(inference_pb2.ToolCall(id=block.id, name=block.name, arguments=arguments))
         elif isinstance(block, ToolResultBlock | OtherPart):
             raise InvalidArgument(f"a block of type {block.type} requires role user", place)
-    fields = {"content": "".join(texts), "reasoning": "".join(reasoning), "tool_calls": calls}
+    fields = {
+        "content": PART_BREAK.join(texts),
+        "reasoning": "".join(reasoning),
+        "tool_calls": calls,
+    }
     _add(chat, names, path, role="assistant", **fields)
     return marks
 
@@ -207,7 +221,7 @@ def _text_marks(
     """Returns the marks of the text blocks of a message, which has `num_messages` before it."""
     blocks = () if isinstance(content, str) else content
     texts = [block for block in blocks if isinstance(block, TextBlock)]
-    ends = accumulate(len(block.text) for block in texts)
+    ends = part_ends([block.text for block in texts])
     return [
         _mark(block.cache_control, num_messages, end)
         for block, end in zip(texts, ends, strict=True)
@@ -218,7 +232,18 @@ def _text_marks(
 def _text(content: str | Sequence[TextBlock | OtherPart]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(block.text for block in content if isinstance(block, TextBlock))
+    return PART_BREAK.join(block.text for block in content if isinstance(block, TextBlock))
+
+
+def _without_billing(content: str | Sequence[_Block]) -> str | list[_Block]:
+    """Returns a content without blocks that begin as `_BILLING`; of a string, the first line."""
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(_BILLING) else content
+    return [
+        block
+        for block in content
+        if not (isinstance(block, TextBlock) and block.text.startswith(_BILLING))
+    ]
 
 
 def _other_parts(content: str | Sequence[TextBlock | OtherPart]) -> list[str]:

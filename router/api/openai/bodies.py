@@ -8,7 +8,7 @@ the same kinds of fields and messages.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -82,11 +82,15 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**32
 
 
+PART_BREAK: Final = "\n"
+"""Separates the texts of a message's parts, as in vLLM: clients send separate texts as parts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Content:
     """Holds the content of a message: the joined text of its parts, and the types of other parts.
 
-    frontend/chat.py refuses other parts.
+    frontend/chat.py refuses other parts, except in results of tools.
     """
 
     text: str = ""
@@ -107,12 +111,17 @@ def _content(value: object) -> Content:
         raise PydanticCustomError("content", f"has {len(value)} parts; the maximum is {_MAX_ITEMS}")
     kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
     other_parts = tuple(kind for kind in kinds if isinstance(kind, str) and kind not in _PART_TEXTS)
-    if other_parts:
-        return Content("", other_parts)
-    texts = list(map(_part_text, value))
-    ends = accumulate(map(len, texts))
-    marks = ((end, _part_mark(part)) for end, part in zip(ends, value, strict=True))
-    return Content("".join(texts), (), tuple((end, mark) for end, mark in marks if mark))
+    read = [part for part, kind in zip(value, kinds, strict=True) if kind not in other_parts]
+    texts = list(map(_part_text, read))
+    marks = ((end, _part_mark(part)) for end, part in zip(part_ends(texts), read, strict=True))
+    return Content(
+        PART_BREAK.join(texts), other_parts, tuple((end, mark) for end, mark in marks if mark)
+    )
+
+
+def part_ends(texts: Sequence[str]) -> list[int]:
+    """Returns where each text ends in the texts joined by PART_BREAK."""
+    return [end + len(PART_BREAK) * i for i, end in enumerate(accumulate(map(len, texts)))]
 
 
 def _part_text(part: object) -> str:

@@ -9,7 +9,7 @@ from ....proto.errors import InvalidArgument
 from ....proto.limits import MAX_CACHE_BREAKPOINTS
 from ...frontend.chat import must_call
 from ...frontend.json_schemas import close_objects
-from ..openai.bodies import OtherPart
+from ..openai.bodies import PART_BREAK, OtherPart
 from ..openai.parsing import json_text
 from ..openai.requests import ParsedRequest, set_parameters, set_prompt_cache
 from .bodies import (
@@ -152,7 +152,7 @@ def _marks(
                 retention=part.prompt_cache_breakpoint.retention,
             )
             found.insert(0, mark)
-        end -= 0 if isinstance(part, OtherPart) else len(part.text)
+        end -= 0 if isinstance(part, OtherPart) else len(PART_BREAK + part.text)
     return found
 
 
@@ -177,4 +177,4 @@ def _fields(content: str | Sequence[Part]) -> dict[str, Any]:
         return {"content": content, "other_parts": []}
     others = [part.type for part in content if isinstance(part, OtherPart)]
     texts = [part.text for part in content if not isinstance(part, OtherPart)]
-    return {"content": "".join(texts), "other_parts": others}
+    return {"content": PART_BREAK.join(texts), "other_parts": others}

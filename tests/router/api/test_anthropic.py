@@ -80,7 +80,29 @@ async def test_texts_in_blocks_and_the_begin_of_an_answer(
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "The river"}]
     await ask(client, system=[cached, {"type": "text", "text": "!"}], messages=messages)
-    assert last_prompt(service) == "system: Be brief.!\nuser: ab\nassistant: The river"
+    assert last_prompt(service) == "system: Be brief.\n!\nuser: a\nb\nassistant: The river"
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+async def test_claude_codes_billing_line_is_not_part_of_the_prompt(
+    service: Service, client: anthropic.AsyncAnthropic, as_text: bool
+) -> None:
+    """It differs in each request, and would keep the prefix cache from having the prompt."""
+    service.source.answer = [*b"so", EOS_ID]
+    prompts = []
+    for digest in ("36ee5", "0abc1"):
+        line = f"x-anthropic-billing-header: cc_version=2.1.1; cch={digest};"
+        texts = [{"type": "text", "text": line}, {"type": "text", "text": "You are an agent."}]
+        system = f"{line}\nYou are an agent." if as_text else texts
+        later = {"role": "system", "content": system}
+        await ask(client, system=system, messages=[*ASK, later])
+        prompts.append(last_prompt(service))
+    text = "system: You are an agent.\n"
+    assert prompts == [f"{text}user: hello?\n{text}assistant: "] * 2
+    await ask(client, system=line)
+    assert last_prompt(service) == "user: hello?\nassistant: "
+    await ask(client, messages=[{"role": "user", "content": line}])
+    assert last_prompt(service) == f"user: {line}\nassistant: "
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -266,7 +266,7 @@ async def test_messages_in_parts_and_as_the_openai_client_repeats_them(
     empty = {"role": "assistant", "content": None}
     answer = await http.post(CHAT, json=body(CHAT, messages=[parts, said, empty]))
     assert answer.status_code == 200
-    expected = b"[user] ac\n[assistant] b\n[assistant] \n[assistant] "
+    expected = b"[user] a\nc\n[assistant] b\n[assistant] \n[assistant] "
     assert bytes(service.source.requests[0].submit.token_ids) == expected
 
 

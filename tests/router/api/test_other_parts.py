@@ -28,10 +28,6 @@ def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-def result(*blocks: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_result", "tool_use_id": "i", "content": list(blocks)}
-
-
 # Path, body, field and type.
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     (
@@ -63,22 +59,6 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/responses", {"input": user({"type": "input_file"})}, "input[0]", "input_file"),
     (
         "/v1/responses",
-        {
-            "input": [
-                {"role": "user", "content": "x"},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {
-                    "type": "function_call_output",
-                    "call_id": "c",
-                    "output": [{"type": "input_image"}],
-                },
-            ]
-        },
-        "input[2]",
-        "input_image",
-    ),
-    (
-        "/v1/responses",
         {"input": [{"role": "assistant", "content": [{"type": "output_image"}]}]},
         "input[0]",
         "output_image",
@@ -88,12 +68,6 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         {"messages": user(TEXT, {"type": "image", "source": SOURCE}), "max_tokens": 4},
         "messages[0].content[1]",
         "image",
-    ),
-    (
-        "/v1/messages",
-        {"messages": user(result(TEXT, {"type": "document"})), "max_tokens": 4},
-        "messages[0].content[0]",
-        "document",
     ),
     (
         "/v1/messages/count_tokens",
@@ -125,6 +99,74 @@ async def test_http_names_the_field_of_its_api(
         if not path.startswith("/v1/messages"):
             assert error["param"] == field
     assert service.source.requests == []
+
+
+CALL: dict[str, Any] = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "f", "arguments": "{}"},
+}
+RESULTS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                *user(TEXT),
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c", "content": [TEXT, IMAGE_URL]},
+            ]
+        },
+        "What is this?\n[image_url left out: the model only reads text]",
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_image"}],
+                },
+            ]
+        },
+        "[input_image left out: the model only reads text]",
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                *user(TEXT),
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {}}],
+                },
+                *user(
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "i",
+                        "content": [TEXT, {"type": "document"}, {"type": "image"}],
+                    }
+                ),
+            ],
+            "max_tokens": 4,
+        },
+        "What is this?\n[document left out: the model only reads text]\n"
+        "[image left out: the model only reads text]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), RESULTS)
+async def test_pictures_in_a_result_do_not_end_the_conversation(
+    service: Service, http: httpx.AsyncClient, path: str, body: dict[str, Any], expected: str
+) -> None:
+    """An agent sends the results of its tools again with each turn."""
+    answer = await http.post(path, json={"model": "tiny"} | body)
+    assert answer.status_code == 200, answer.text
+    prompt = bytes(service.source.requests[-1].submit.token_ids).decode()
+    assert f"[tool] {expected}\n" in prompt
 
 
 async def test_grpc_names_the_field_of_the_message(

@@ -3,16 +3,20 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend import template as templates
 from tandem.router.frontend.chat import check_chat
 from tandem.router.frontend.child_process import ChildProcess
+from tandem.router.frontend.template_process import arrange
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_chat import MODES, WEATHER, chat, tool
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -102,10 +106,8 @@ async def test_tools_and_calls_render_as_in_transformers() -> None:
 async def test_without_tools_the_template_hears_of_none() -> None:
     tokenizer = byte_tokenizer(chat_template="{{ tools is none }} {{ messages[0] }}")
     hidden = chat(tools=[tool()], tool_choice=MODES(mode=MODES.MODE_NONE))
-    for given in (chat(), hidden):
-        assert (
-            bytes(await tokenizer.encode_chat(given)) == b"True {'role': 'user', 'content': 'hi'}"
-        )
+    for each in (chat(), hidden):
+        assert bytes(await tokenizer.encode_chat(each)) == b"True {'role': 'user', 'content': 'hi'}"
 
 
 @pytest.mark.parametrize(
@@ -152,8 +154,8 @@ BY_ROLE = (
     "map(attribute='text') | join }}"
     "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
 )
-NO_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif "
+NO_CRITIC = (
+    "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critic') }}{% endif "
     "%}"
     "[{{ m.role }}] {{ m.content[0].text }}|{% endfor %}"
 )
@@ -176,14 +178,132 @@ def test_a_template_gets_content_in_the_form_that_it_takes(
 
 
 def test_a_template_that_refuses_a_role_still_does(renderer: ChildProcess) -> None:
-    messages = [{"role": "user", "content": "Look."}]
-    assert render(renderer, NO_SYSTEM, {"conversations": [messages]}) == "[user] Look.|"
-    with pytest.raises(InvalidArgument, match="refuses these messages: no system"):
-        render(
-            renderer,
-            NO_SYSTEM,
-            {"conversations": [[{"role": "system", "content": "x"}, *messages]]},
-        )
+    messages = [{"role": "critic", "content": "x"}, {"role": "user", "content": "Look."}]
+    assert render(renderer, NO_CRITIC, {"conversations": [messages[1:]]}) == "[user] Look.|"
+    with pytest.raises(InvalidArgument, match="refuses these messages: no critic"):
+        render(renderer, NO_CRITIC, {"conversations": [messages]})
+
+
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception("
+    "'System message must be at the beginning.') }}{% endif %}[{{ m.role }}] {{ m.content }}"
+    "{% for c in m.tool_calls %} {{ c.function.name }}(){% endfor %}|{% endfor %}"
+)
+"""As Qwen3.5."""
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content }}|"
+    "{% endfor %}"
+)
+"""As Gemma."""
+FIRST_ONLY = (
+    "{% if messages[0].role in ('system', 'developer') %}[developer] {{ messages[0].content }}|"
+    "{% endif %}{% for m in messages %}{% if m.role not in ('system', 'developer') %}[{{ m.role }}]"
+    " {{ m.content }}|{% endif %}{% endfor %}"
+)
+"""As gpt-oss, which leaves out later ones without a word."""
+ANYWHERE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}|{% endfor %}"
+
+CODEX = ("system:a", "developer:b", "user:c")
+CLAUDE_CODE = ("system:a", "user:b", "system:c", "assistant:d", "system:e", "user:f")
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "expected"),
+    [
+        (SYSTEM_FIRST, ("system:a", "system:b", "user:c"), "[system] a\n\nb|[user] c|"),
+        (FIRST_ONLY, CODEX, "[developer] a\n\nb|[user] c|"),
+        (ALTERNATING, CODEX, "[user] a\n\nb\n\nc|"),
+        (ANYWHERE, CODEX, "[system] a|[developer] b|[user] c|"),
+        (
+            SYSTEM_FIRST,
+            CLAUDE_CODE,
+            "[system] a|[user] b\n\nc|[assistant] d|[user] e\n\nf|",
+        ),
+        (
+            FIRST_ONLY,
+            CLAUDE_CODE,
+            "[developer] a|[user] b\n\nc|[assistant] d|[user] e\n\nf|",
+        ),
+        (
+            ALTERNATING,
+            CLAUDE_CODE,
+            "[user] a\n\nb\n\nc|[assistant] d|[user] e\n\nf|",
+        ),
+        (
+            ANYWHERE,
+            CLAUDE_CODE,
+            "[system] a|[user] b|[system] c|[assistant] d|[system] e|[user] f|",
+        ),
+        (
+            SYSTEM_FIRST,
+            ("user:a", "assistant:!", "system:b", "tool:c", "tool:d", "system:e"),
+            "[user] a|[assistant]  look()|[tool] b\n\nc|[tool] d\n\ne|",
+        ),
+        (SYSTEM_FIRST, ("user:a", "assistant:b", "system:c"), "[user] a|[assistant] b|[user] c|"),
+        (
+            ALTERNATING,
+            ("user:a", "user:b", "assistant:c", "assistant:d"),
+            "[user] a\n\nb|[assistant] c\n\nd|",
+        ),
+        (SYSTEM_FIRST, ("user:a", "user:b"), "[user] a|[user] b|"),
+    ],
+)
+def test_messages_that_a_template_does_not_write_are_merged(
+    renderer: ChildProcess, template: str, given: tuple[str, ...], expected: str
+) -> None:
+    """No message is refused or left out, because agents send system messages at any place."""
+    messages = [message(each) for each in given]
+    assert render(renderer, template, {"conversations": [messages]}) == expected
+
+
+def message(text: str) -> dict[str, Any]:
+    """Returns the message of ROLE:CONTENT; ! stands for a call."""
+    role, _, content = text.partition(":")
+    if content != "!":
+        return {"role": role, "content": content}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {}}}
+    return {"role": role, "content": "", "tool_calls": [call]}
+
+
+def test_a_template_that_needs_variables_gets_the_messages_as_they_are(
+    renderer: ChildProcess,
+) -> None:
+    template = "{% if not day %}{{ raise_exception('no day') }}{% endif %}" + ANYWHERE
+    messages = [message("user:a"), message("user:b")]
+    found = render(renderer, template, {"conversations": [messages], "day": "Monday"})
+    assert found == "[user] a|[user] b|"
+
+
+@given(
+    st.lists(st.sampled_from(["system", "developer", "user", "assistant", "tool"])),
+    st.booleans(),
+    st.booleans(),
+)
+def test_merging_keeps_every_text_and_the_order_of_turns(
+    roles: list[str], takes_first: bool, takes_repeats: bool
+) -> None:
+    """The order of texts can differ only where a system message is moved to the next turn."""
+    messages = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
+
+    def shows(tried: tuple[str, ...]) -> bool:
+        if not {"system", "developer"} & set(tried):
+            return takes_repeats
+        return takes_first and len(tried) == 2
+
+    found = arrange(messages, shows)
+    texts = "".join(each["content"] for each in found)
+    assert sorted(texts.replace("\n\n", "")) == sorted(
+        "".join(each["content"] for each in messages)
+    )
+    turns = [i for i, role in enumerate(roles) if role not in ("system", "developer")]
+    assert [texts.index(f"<{i}>") for i in turns] == sorted(texts.index(f"<{i}>") for i in turns)
+    assert all(each["role"] not in ("system", "developer") for each in found[1:])
+    if not takes_repeats:
+        pairs = pairwise(found)
+        assert not any(a["role"] == b["role"] in ("user", "assistant") for a, b in pairs)
+    assert messages == [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
 
 
 ENDLESS = [
