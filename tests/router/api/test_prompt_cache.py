@@ -62,7 +62,7 @@ async def test_marks_of_anthropic(service: Service, stream: bool) -> None:
                 usages.append((await events.get_final_message()).usage)
         else:
             usages = [(await client.messages.create(**asked)).usage]
-    marked = "[weather] system: Be brief.\nuser: Look:\nA book."
+    marked = "[weather] system: Be brief.\nuser: Look:\nA book.\n"
     assert retained(service) == [(marked, 300), ("[weather] system: ", 3_600)]
     rest = len(last_prompt(service)) - len(marked)
     for usage in usages:
