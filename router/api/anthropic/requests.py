@@ -167,7 +167,7 @@ def _add_assistant(
         _add(chat, names, path, role="assistant", content=message.content)
         return []
     number = len(chat.messages)
-    marks = _text_marks(message.content, number)
+    marks = _text_marks(message.content, number, between="")
     texts = []
     reasoning = []
     calls = []
@@ -185,7 +185,7 @@ def _add_assistant(
         elif isinstance(block, ToolResultBlock | OtherPart):
             raise InvalidArgument(f"a block of type {block.type} requires role user", place)
     fields = {
-        "content": PART_BREAK.join(texts),
+        "content": "".join(texts),  # as the model wrote them
         "reasoning": "".join(reasoning),
         "tool_calls": calls,
     }
@@ -216,12 +216,12 @@ def _mark(
 
 
 def _text_marks(
-    content: str | Sequence[BaseModel], num_messages: int
+    content: str | Sequence[BaseModel], num_messages: int, between: str = PART_BREAK
 ) -> list[inference_pb2.CacheBreakpoint]:
     """Returns the marks of the text blocks of a message, which has `num_messages` before it."""
     blocks = () if isinstance(content, str) else content
     texts = [block for block in blocks if isinstance(block, TextBlock)]
-    ends = part_ends([block.text for block in texts])
+    ends = part_ends([block.text for block in texts], between)
     return [
         _mark(block.cache_control, num_messages, end)
         for block, end in zip(texts, ends, strict=True)

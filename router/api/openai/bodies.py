@@ -119,9 +119,9 @@ def _content(value: object) -> Content:
     )
 
 
-def part_ends(texts: Sequence[str]) -> list[int]:
-    """Returns where each text ends in the texts joined by PART_BREAK."""
-    return [end + len(PART_BREAK) * i for i, end in enumerate(accumulate(map(len, texts)))]
+def part_ends(texts: Sequence[str], between: str = PART_BREAK) -> list[int]:
+    """Returns where each text ends in `between.join(texts)`."""
+    return [end + len(between) * i for i, end in enumerate(accumulate(map(len, texts)))]
 
 
 def _part_text(part: object) -> str:

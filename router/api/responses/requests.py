@@ -126,18 +126,18 @@ def _add_item(
             if isinstance(item, FunctionCallItem):
                 last.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
             else:
-                found = _fields(item.content or ())
+                found = _fields(item.content or (), between="")
                 last.other_parts.extend(found["other_parts"])
                 if isinstance(item, ReasoningItem):
                     last.reasoning += found["content"]
                 else:
                     last.content += found["content"]
-                    return _marks(item.content, chat)
+                    return _marks(item.content, chat, between="")
     return []
 
 
 def _marks(
-    content: str | Sequence[Part], chat: inference_pb2.Chat
+    content: str | Sequence[Part], chat: inference_pb2.Chat, between: str = PART_BREAK
 ) -> list[inference_pb2.CacheBreakpoint]:
     """Returns the marks in a content that was added to the end of the last message of a chat."""
     if isinstance(content, str):
@@ -152,7 +152,7 @@ def _marks(
                 retention=part.prompt_cache_breakpoint.retention,
             )
             found.insert(0, mark)
-        end -= 0 if isinstance(part, OtherPart) else len(PART_BREAK + part.text)
+        end -= 0 if isinstance(part, OtherPart) else len(between + part.text)
     return found
 
 
@@ -171,10 +171,13 @@ def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
     return inference_pb2.Constraint(json_object=True) if form.type == "json_object" else None
 
 
-def _fields(content: str | Sequence[Part]) -> dict[str, Any]:
-    """Returns the fields of a ChatMessage for a content."""
+def _fields(content: str | Sequence[Part], between: str = PART_BREAK) -> dict[str, Any]:
+    """Returns the fields of a ChatMessage for a content.
+
+    `between` its parts: nothing in an answer, whose parts are as the model wrote them.
+    """
     if isinstance(content, str):
         return {"content": content, "other_parts": []}
     others = [part.type for part in content if isinstance(part, OtherPart)]
     texts = [part.text for part in content if not isinstance(part, OtherPart)]
-    return {"content": PART_BREAK.join(texts), "other_parts": others}
+    return {"content": between.join(texts), "other_parts": others}

@@ -12,7 +12,9 @@ from tandem.proto.errors import InvalidArgument
 from tandem.router.client.client import AsyncClient
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.weather_tool import HERMES
 from tandem.tests.router.conftest import CONTEXT_TOKENS, Service
+from tandem.tests.router.fake_source import byte_tokenizer
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
 READS = {
@@ -76,6 +78,11 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         "image",
     ),
 ]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer(chat_template=HERMES)
 
 
 @pytest.fixture(params=list(READS), ids=["text model", "text model of a multimodal model"])
@@ -166,7 +173,7 @@ async def test_pictures_in_a_result_do_not_end_the_conversation(
     answer = await http.post(path, json={"model": "tiny"} | body)
     assert answer.status_code == 200, answer.text
     prompt = bytes(service.source.requests[-1].submit.token_ids).decode()
-    assert f"[tool] {expected}\n" in prompt
+    assert f"tool: {expected}\n" in prompt
 
 
 async def test_grpc_names_the_field_of_the_message(

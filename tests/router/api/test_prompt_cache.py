@@ -140,7 +140,7 @@ async def test_only_the_last_four_marks_of_openai_count(
     await client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": content}]
     )
-    assert retained(service) == [("user: abcde\nassistant: ", 1_800)]
+    assert retained(service) == [("user: a\nb\nc\nd\ne\nassistant: ", 1_800)]
 
 
 async def test_hints_of_responses(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -152,10 +152,10 @@ async def test_hints_of_responses(service: Service, client: openai.AsyncOpenAI) 
     made = await client.responses.create(
         model="tiny", input=[{"role": "user", "content": content}], prompt_cache_key="k"
     )
-    assert retained(service) == [("user: A book.", 1_800)]
+    assert retained(service) == [("user: A book.\n", 1_800)]
     assert service.source.requests[-1].affinity
     assert made.usage is not None
-    assert made.usage.input_tokens_details.cache_write_tokens == len("user: A book.")
+    assert made.usage.input_tokens_details.cache_write_tokens == len("user: A book.\n")
     more = await client.responses.create(
         model="tiny",
         input="Go on.",
@@ -164,7 +164,7 @@ async def test_hints_of_responses(service: Service, client: openai.AsyncOpenAI) 
     )
     assert retained(service) == [
         (last_prompt(service), 300),
-        ("user: A book.", 1_800),
+        ("user: A book.\n", 1_800),
     ], "the marks of earlier turns count"
     assert more.usage is not None
     details = more.usage.input_tokens_details

@@ -271,7 +271,7 @@ async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
         chat = generate.prompt.chat
         expected = inference_pb2.ToolCall(id="c1", name="weather", arguments='{"city": "Rome"}')
         assert list(chat.messages) == [
-            inference_pb2.ChatMessage(role="user", content="Rome?", name="me"),
+            inference_pb2.ChatMessage(role="user", content="Rome\n?", name="me"),
             inference_pb2.ChatMessage(role="assistant", tool_calls=[expected]),
             inference_pb2.ChatMessage(role="tool", content="warm", tool_call_id="c1"),
         ]
