@@ -160,7 +160,7 @@ async def test_codex_cli_calls_each_kind_of_tool(service: Service, http: httpx.A
     kept = [
         {key: value for key, value in item.items() if key not in ("id", "status")} for item in done
     ]
-    reasoning = {"type": "reasoning", "summary": [], "encrypted_content": None}
+    reasoning: Any = {"type": "reasoning", "summary": [], "encrypted_content": None}
     outputs = [
         {"type": "function_call_output", "call_id": command["call_id"], "output": "b.txt"},
         {"type": "custom_tool_call_output", "call_id": patch["call_id"], "output": "Done."},

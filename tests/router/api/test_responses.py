@@ -417,7 +417,7 @@ async def test_fields_without_effect_are_accepted(
         safety_identifier="s",
         prompt_cache_key="k",
         reasoning={"effort": "low", "summary": "auto", "context": "all_turns"},
-        stream_options={"include_obfuscation": True},  # type: ignore[call-overload]
+        stream_options={"include_obfuscation": True},
         text={"verbosity": "low"},
         truncation="disabled",
         store=False,

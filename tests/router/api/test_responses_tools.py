@@ -19,19 +19,17 @@ NAMES = st.one_of(
 )
 
 
-def function(name: str) -> FunctionTool:
-    return FunctionTool(type="function", name=name)
+def function(namespace: str, name: str) -> Tool:
+    """Returns a function, alone in its namespace if it has one."""
+    tool = {"type": "function", "name": name}
+    if not namespace:
+        return FunctionTool.model_validate(tool)
+    return NamespaceTool.model_validate({"type": "namespace", "name": namespace, "tools": [tool]})
 
 
 @given(st.sets(st.tuples(st.one_of(st.just(""), NAMES), NAMES), min_size=1, max_size=12))
 def test_names_of_tools_are_unique_and_lead_back_to_the_tools(keys: set[tuple[str, str]]) -> None:
-    tools: list[Tool] = [
-        function(name)
-        if not namespace
-        else NamespaceTool(type="namespace", name=namespace, tools=[function(name)])
-        for namespace, name in sorted(keys)
-    ]
-    offered = OfferedTools((f"tools[{i}]", tool) for i, tool in enumerate(tools))
+    offered = OfferedTools(("tools", function(*key)) for key in sorted(keys))
     found = list(offered)
     assert {(each.namespace, each.tool.name) for each in found} == keys
     assert len({each.model_name for each in found}) == len(keys)
@@ -45,8 +43,7 @@ def test_names_of_tools_are_unique_and_lead_back_to_the_tools(keys: set[tuple[st
 
 def test_the_name_in_a_namespace_does_not_depend_on_the_offered_tools() -> None:
     for namespace, name in (("mcp__files__", "read"), ("n" * 60, "read")):
-        group = NamespaceTool(type="namespace", name=namespace, tools=[function(name)])
-        (offered,) = OfferedTools([("tools[0]", group)])
+        (offered,) = OfferedTools([("tools[0]", function(namespace, name))])
         assert OfferedTools([]).model_name(namespace, name) == offered.model_name
     assert OfferedTools([]).model_name("mcp__files__", "read") == "mcp__files__read"
 

@@ -156,9 +156,10 @@ async def test_references_to_stored_items(service: Service, client: openai.Async
     tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
     fields: Any = {"model": "tiny", "tools": tools, "extra_headers": {"x-request-id": "a_b"}}
     first = await client.responses.create(input="rain?", **fields)
-    message, call = [{"type": "item_reference", "id": item.id} for item in first.output]
-    question = {"role": "user", "content": "rain?"}
-    output = {
+    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    message, call = references
+    question: Any = {"role": "user", "content": "rain?"}
+    output: Any = {
         "type": "function_call_output",
         "call_id": first.output[1].to_dict()["call_id"],
         "output": "yes",
@@ -173,7 +174,7 @@ async def test_references_to_stored_items(service: Service, client: openai.Async
     expected = f"user: rain?\nassistant: I look.{written}\ntool: yes\nassistant: "
     assert last_prompt(service).endswith(expected)
     await client.responses.delete(first.id)
-    latest = {"type": "item_reference", "id": second.output[0].id}
+    latest: Any = {"type": "item_reference", "id": second.output[0].id}
     await client.responses.create(input=[question, message, call, output, latest], **fields)
     assert last_prompt(service).endswith(f"{expected}It rains.\nassistant: ")
     for unknown in (call["id"], "msg_a_0", "x", "_", ""):
