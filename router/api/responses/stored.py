@@ -186,7 +186,8 @@ async def _resolve_references(
                 )
             if stored is not None:
                 items = await PARSING.run(turn, size, _conversation, stored, f"input[{i}].id")
-                found = {item["id"]: item for item in items} | found
+                for item in items:
+                    found.setdefault(item["id"], item)
         if reference.id not in found:
             raise InvalidArgument(
                 "no item of this id is stored here; send the item itself", f"input[{i}].id"
