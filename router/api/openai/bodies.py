@@ -294,7 +294,7 @@ class ReturnedModel(OpenModel):
     the `index` of a streamed tool call.
     """
 
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
 
 
 class OtherPart(ReturnedModel):

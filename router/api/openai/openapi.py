@@ -17,6 +17,9 @@ LAST_EVENT_ID: Final = "last-event-id"
 MAX_TOKENS: Final = "tandem-max-tokens"
 """Header of a response whose max_tokens was reduced to fit the context: the new value."""
 
+LEFT_OUT: Final = "tandem-left-out"
+"""Header of a response whose prompt lacks tools or items of the request: their types."""
+
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
 _REF = "#/components/schemas/{model}"

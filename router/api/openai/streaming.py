@@ -21,7 +21,7 @@ from ...output.choice import UNFINISHED, delivered
 from ...output.joined_answer import JoinedAnswer
 from ..service import GenerationService, tandem_errors_only
 from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
-from .openapi import MAX_TOKENS, REQUEST_ID
+from .openapi import LEFT_OUT, MAX_TOKENS, REQUEST_ID
 from .requests import AnyRequest
 from .resume import event_signer, with_event_id, with_id
 from .writers import AnswerForm, StreamWriter, TokenIds
@@ -161,7 +161,7 @@ class GenerationResponse(Response):
     async def _send_other(
         self, response: Response, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        for name in (REQUEST_ID, MAX_TOKENS):
+        for name in (REQUEST_ID, MAX_TOKENS, LEFT_OUT):
             if name in self.headers:
                 response.headers[name] = self.headers[name]
         await response(scope, receive, send)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from typing_extensions import override
@@ -10,9 +11,10 @@ from typing_extensions import override
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ..openai.answers import error_text, stop_reason
-from ..openai.requests import ParsedRequest
 from ..openai.writers import CUT, Answers, ItemWriter, TextKind, TokenIds
-from .bodies import ResponsesFields
+from .requests import ResponsesRequest
+from .tool_bodies import HostedTool
+from .tools import custom_input
 
 _MAX_EVENTS_PER_TOKEN: Final = 16
 _ID_PREFIXES: Final = {"text": "msg", "reasoning": "rs"}
@@ -20,6 +22,23 @@ _PART_TYPES: Final = {"text": "output_text", "reasoning": "reasoning_text"}
 _LOGPROBS: Final[dict[TextKind, dict[str, Any]]] = {"text": {"logprobs": []}, "reasoning": {}}
 """Further fields of a part and of its events, by kind."""
 
+
+@dataclass(frozen=True, slots=True)
+class _CallForm:
+    """Describes the item of a call and its events."""
+
+    item_type: str
+    id_prefix: str
+    field: str  # of the item: what the model writes
+    event: str  # without .delta and .done
+
+
+_FUNCTION_CALL: Final = _CallForm(
+    "function_call", "fc", "arguments", "response.function_call_arguments"
+)
+_CUSTOM_CALL: Final = _CallForm(
+    "custom_tool_call", "ctc", "input", "response.custom_tool_call_input"
+)
 
 KeepResponse = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -29,7 +48,7 @@ class ResponsesWriter(ItemWriter):
 
     def __init__(
         self,
-        request: ParsedRequest[ResponsesFields],
+        request: ResponsesRequest,
         model: str,
         _prompts: TokenIds,
         keep: KeepResponse | None = None,
@@ -38,6 +57,7 @@ class ResponsesWriter(ItemWriter):
         super().__init__()
         self._keep = keep
         self._request_id = request.request_id
+        self._tools = request.tools
         self._head = _head(request, model) | {"store": keep is not None}
         self._sequence_number = 0  # of the next event
         self._num_delivered_tokens = 0  # tokens that the client had before it resumed
@@ -108,13 +128,19 @@ class ResponsesWriter(ItemWriter):
 
     @override
     def _add_call(self, call: inference_pb2.ToolCall) -> Iterator[bytes]:
-        item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
-        yield self._add_item("fc", item)
-        yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
-        yield self._item_event(
-            "response.function_call_arguments.done", name=call.name, arguments=call.arguments
-        )
-        self._output[-1]["arguments"] = call.arguments
+        tool = self._tools.called(call.name)
+        is_custom = tool is not None and tool.is_custom
+        form = _CUSTOM_CALL if is_custom else _FUNCTION_CALL
+        text = custom_input(call.arguments) if is_custom else call.arguments
+        name = call.name if tool is None else tool.tool.name
+        item = {"type": form.item_type, "call_id": call.id, "name": name, form.field: ""}
+        if tool is not None and tool.namespace:
+            item["namespace"] = tool.namespace
+        yield self._add_item(form.id_prefix, item)
+        yield self._item_event(f"{form.event}.delta", delta=text)
+        named = {} if is_custom else {"name": name}
+        yield self._item_event(f"{form.event}.done", **named, **{form.field: text})
+        self._output[-1][form.field] = text
         yield self._end_item("completed")
 
     @override
@@ -160,12 +186,17 @@ class ResponsesWriter(ItemWriter):
         }
 
 
-def _head(request: ParsedRequest[ResponsesFields], model: str) -> dict[str, Any]:
+def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
     """Returns the response before the first token."""
     body = request.body
     dumped = body.model_dump(
-        by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text", "metadata"}
+        by_alias=True, exclude_none=True, include={"tool_choice", "text", "metadata"}
     )
+    tools = [
+        tool.model_dump(by_alias=True, exclude_none=True)
+        for tool in body.tools or ()
+        if not isinstance(tool, HostedTool)
+    ]
     parameters = {
         name: getattr(body, name) for name in ("temperature", "top_p", "max_output_tokens")
     }
@@ -186,7 +217,7 @@ def _head(request: ParsedRequest[ResponsesFields], model: str) -> dict[str, Any]
         "reasoning": {"effort": effort, "summary": None},
         "text": {"format": {"type": "text"}} | dumped.get("text", {}),
         "tool_choice": dumped.get("tool_choice", "auto"),
-        "tools": dumped.get("tools", []),
+        "tools": tools,
         "truncation": request.common.truncation or "disabled",
         "usage": None,
         "user": body.user,

@@ -1,161 +1,29 @@
 """Defines the body of OpenAI's Responses API, in the manner of openai/bodies.py."""
 
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Discriminator, FailFast, Field, Tag
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import Field
 
 from ....proto import limits
 from ..openai.bodies import (
     STOPPING_NAMES,
     Ignored,
-    Items,
     LastEventId,
-    Name,
-    NamedFunction,
     Only,
     OpenModel,
-    OtherPart,
-    PromptCacheBreakpoint,
     PromptCacheOptions,
-    ReturnedModel,
     TextOrItems,
-    member,
     refusing,
     with_named_parameters,
 )
+from .items import Item
+from .tool_bodies import ToolChoice, Tools
+
+_MAX_INCLUDED: Final = 64
 
 NoConversation = Annotated[
     None,
     refusing("is not supported: continue with previous_response_id, or send the whole input"),
-]
-
-
-def _item_tag(value: object) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else member(value, "type")
-    if kind == "message" and member(value, "role") == "assistant":
-        return "[assistant]"
-    return f"[{kind}]" if isinstance(kind, str) else None
-
-
-_TextType = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-
-
-class TextPart(ReturnedModel):
-    type: _TextType
-    text: str
-    annotations: Ignored[list[Any]] = None
-    logprobs: Ignored[list[Any]] = None
-    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
-
-
-class RefusalPart(ReturnedModel):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-def _part_tag(value: object) -> str:
-    kind = member(value, "type")
-    if kind == "refusal":
-        return "[refusal]"
-    return "[other]" if isinstance(kind, str) and kind not in get_args(_TextType) else "[text]"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("[text]")]
-    | Annotated[RefusalPart, Tag("[refusal]")]
-    | Annotated[SkipJsonSchema[OtherPart], Tag("[other]")],
-    Discriminator(_part_tag),
-]
-
-
-class MessageItem(OpenModel):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrItems[Part]
-    id: Ignored[str] = None
-    status: Ignored[str] = None
-    phase: Ignored[str] = None
-
-
-class AssistantItem(MessageItem, ReturnedModel):
-    """Declares a message of the assistant, which may be an earlier answer."""
-
-    role: Literal["assistant"]
-
-
-class FunctionCallItem(ReturnedModel):
-    type: Literal["function_call"]
-    call_id: str
-    name: Name
-    arguments: str = Field(description="A JSON object.")
-    id: Ignored[str] = None
-    status: Ignored[str] = None
-
-
-class FunctionOutputItem(ReturnedModel):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: TextOrItems[Part]
-    id: Ignored[str] = None
-    status: Ignored[str] = None
-
-
-class ReasoningItem(ReturnedModel):
-    """Declares the reasoning of an earlier answer; only its text is read."""
-
-    type: Literal["reasoning"]
-    content: Items[Part] | None = None
-    id: Ignored[str] = None
-    summary: Ignored[list[Any]] = None
-    encrypted_content: Ignored[str] = None
-    status: Ignored[str] = None
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("[message]")]
-    | Annotated[AssistantItem, Tag("[assistant]")]
-    | Annotated[FunctionCallItem, Tag("[function_call]")]
-    | Annotated[FunctionOutputItem, Tag("[function_call_output]")]
-    | Annotated[ReasoningItem, Tag("[reasoning]")],
-    Discriminator(
-        _item_tag,
-        custom_error_type="item",
-        custom_error_message=(
-            "must be an item of type message, function_call, function_call_output or reasoning"
-        ),
-    ),
-]
-
-
-class FunctionTool(OpenModel):
-    """Declares a function. OpenAI's own tools are not supported."""
-
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
-    strict: bool | None = Field(
-        None, description="The schema binds the model when tool_choice asks for a call."
-    )
-
-
-class NamedFunctionTool(NamedFunction):
-    type: Literal["function"]
-
-
-def _choice_tag(value: object) -> str:
-    return "[mode]" if isinstance(value, str) else "[function]"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
-    | Annotated[NamedFunctionTool, Tag("[function]")],
-    Discriminator(_choice_tag),
 ]
 
 
@@ -178,10 +46,12 @@ class ReasoningConfig(OpenModel):
     effort: str | None = None
     summary: Ignored[str] = None
     generate_summary: Ignored[str] = None
+    context: Ignored[str] = None
+    mode: Ignored[str] = None
 
 
 class ResponseStreamOptions(OpenModel):
-    include_obfuscation: Only[Literal[False]] = None
+    include_obfuscation: Ignored[bool] = None
 
 
 class ResponsesFields(OpenModel):
@@ -190,9 +60,7 @@ class ResponsesFields(OpenModel):
     model: str | None = None
     input: TextOrItems[Item]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = (
-        None
-    )
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="If false, the answer ends after its first call."
@@ -212,11 +80,13 @@ class ResponsesFields(OpenModel):
     )
     conversation: NoConversation = None
     background: Only[Literal[False]] = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, Field(max_length=1)] = (
-        Field(None, description="Accepted, without effect: reasoning comes as text.")
+    include: Annotated[list[str] | None, Field(max_length=_MAX_INCLUDED)] = Field(
+        None, description="Accepted, without effect: reasoning comes as text."
     )
+    max_tool_calls: Ignored[int] = None
     top_logprobs: Only[Literal[0]] = None
     metadata: Ignored[dict[str, str]] = None
+    client_metadata: Ignored[dict[str, Any]] = None
     user: Ignored[str] = None
     safety_identifier: Ignored[str] = None
     prompt_cache_options: PromptCacheOptions | None = None

@@ -1,7 +1,8 @@
 """Translates bodies of OpenAI's Responses API to the messages of tandem.v1."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ....proto import inference_pb2
@@ -12,17 +13,22 @@ from ...frontend.json_schemas import close_objects
 from ..openai.bodies import PART_BREAK, OtherPart
 from ..openai.parsing import json_text
 from ..openai.requests import ParsedRequest, set_parameters, set_prompt_cache
-from .bodies import (
-    PARAMETER_NAMES,
+from .bodies import PARAMETER_NAMES, ResponsesFields
+from .items import (
+    AdditionalToolsItem,
+    CustomCallItem,
     FunctionCallItem,
-    FunctionOutputItem,
+    LeftOutItem,
+    LocalShellCallItem,
+    LocalShellOutputItem,
     MessageItem,
-    NamedFunctionTool,
     Part,
     ReasoningItem,
-    ResponsesFields,
     TextPart,
+    ToolOutputItem,
 )
+from .tool_bodies import AllowedTools, NamedToolChoice, Tool
+from .tools import OfferedTools, custom_arguments
 
 _MODES: Final = {
     None: inference_pb2.ToolChoice.MODE_UNSPECIFIED,
@@ -32,16 +38,34 @@ _MODES: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesRequest(ParsedRequest[ResponsesFields]):
+    """Holds the translation of a body of POST /v1/responses."""
+
+    tools: OfferedTools
+    left_out: Sequence[str]  # types of tools and items that the prompt does not contain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Holds an item and the field of the body that it comes from."""
+
+    path: str
+    item: object
+
+
 def translate_responses(
     parsed: ResponsesFields, request_id: str, earlier: Sequence[object] = ()
-) -> ParsedRequest[ResponsesFields]:
+) -> ResponsesRequest:
     """Translates the body of POST /v1/responses; its input comes after the `earlier` items.
 
     Raises InvalidArgument that names the field.
     """
     names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
     marks: list[inference_pb2.CacheBreakpoint] = []
-    chat = _chat(parsed, names, earlier, marks)
+    places = _places(parsed, earlier)
+    tools = OfferedTools(_tools(parsed, places))
+    chat = _chat(parsed, names, places, tools, marks)
     names["prompt.chat.messages"] = "input"  # after the single messages: the first match counts
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
@@ -52,7 +76,8 @@ def translate_responses(
     set_parameters(common, parsed, PARAMETER_NAMES)
     common.cache_breakpoints.extend(marks[-MAX_CACHE_BREAKPOINTS:])
     set_prompt_cache(common, parsed.prompt_cache_options)
-    return ParsedRequest(
+    items = (place.item.type for place in places if isinstance(place.item, LeftOutItem))
+    return ResponsesRequest(
         body=parsed,
         common=common,
         prompts=[inference_pb2.Prompt(chat=chat)],
@@ -60,13 +85,34 @@ def translate_responses(
         names=names,
         is_streamed=bool(parsed.stream),
         last_event_id=parsed.last_event_id,
+        tools=tools,
+        left_out=list(dict.fromkeys([*tools.left_out, *items])),
     )
+
+
+def _places(body: ResponsesFields, earlier: Sequence[object]) -> list[_Place]:
+    places = [_Place(path="previous_response_id", item=item) for item in earlier]
+    if isinstance(body.input, str):
+        message = MessageItem(role="user", content=body.input)
+        return [*places, _Place(path="input", item=message)]
+    return places + [_Place(path=f"input[{i}]", item=item) for i, item in enumerate(body.input)]
+
+
+def _tools(body: ResponsesFields, places: Sequence[_Place]) -> Iterator[tuple[str, Tool]]:
+    """Yields the tools, each with its path in the body."""
+    for i, tool in enumerate(body.tools or ()):
+        yield f"tools[{i}]", tool
+    for place in places:
+        if isinstance(place.item, AdditionalToolsItem):
+            for i, tool in enumerate(place.item.tools):
+                yield f"{place.path}.tools[{i}]", tool
 
 
 def _chat(
     body: ResponsesFields,
     names: dict[str, str],
-    earlier: Sequence[object],
+    places: Sequence[_Place],
+    tools: OfferedTools,
     marks: list[inference_pb2.CacheBreakpoint],
 ) -> inference_pb2.Chat:
     """Returns the chat; adds the fields of its messages and tools to `names`, and its `marks`."""
@@ -78,25 +124,22 @@ def _chat(
 
     if body.instructions:
         add("instructions", role="system", content=body.instructions)
-    for item in earlier:
-        marks += _add_item(chat, add, item, "previous_response_id")
-    if isinstance(body.input, str):
-        add("input", role="user", content=body.input)
-    else:
-        for i, item in enumerate(body.input):
-            marks += _add_item(chat, add, item, f"input[{i}]")
+    for place in places:
+        marks += _add_item(chat, add, place, tools)
     if not chat.messages:
         raise InvalidArgument("has no message", "input")
-    for i, tool in enumerate(body.tools or ()):
-        parameters = json_text(tool.parameters, f"tools[{i}].parameters") if tool.parameters else ""
-        chat.tools.add(name=tool.name, description=tool.description or "", parameters=parameters)
-        names[f"prompt.chat.tools[{i}].parameters"] = f"tools[{i}].parameters"
-        names[f"prompt.chat.tools[{i}].name"] = f"tools[{i}].name"
-    if isinstance(body.tool_choice, NamedFunctionTool):
+    choice = body.tool_choice
+    allowed = tools.allowed(choice) if isinstance(choice, AllowedTools) else tools
+    for i, offered in enumerate(allowed):
+        chat.tools.append(offered.function())
+        for name in ("parameters", "name"):
+            names[f"prompt.chat.tools[{i}].{name}"] = f"{offered.path}.{name}"
+    if isinstance(choice, NamedToolChoice):
         chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_NAMED
-        chat.tool_choice.name = body.tool_choice.name
+        chat.tool_choice.name = tools.model_name(choice.namespace, choice.name)
     else:
-        chat.tool_choice.mode = _MODES[body.tool_choice]
+        mode = choice.mode if isinstance(choice, AllowedTools) else choice
+        chat.tool_choice.mode = _MODES[mode]
     chat.tool_choice.single_call = body.parallel_tool_calls is False
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat.template_kwargs = json.dumps({"reasoning_effort": body.reasoning.effort})
@@ -104,36 +147,62 @@ def _chat(
 
 
 def _add_item(
-    chat: inference_pb2.Chat, add: Callable[..., None], item: object, path: str
+    chat: inference_pb2.Chat, add: Callable[..., None], place: _Place, tools: OfferedTools
 ) -> list[inference_pb2.CacheBreakpoint]:
     """Adds an item and returns its marks for the prefix cache.
 
     Reasoning, texts and calls in a row become one message of the assistant.
     """
-    match item:
-        case FunctionOutputItem():
-            add(path, role="tool", tool_call_id=item.call_id, **_fields(item.output))
-            return _marks(item.output, chat)
-        case MessageItem() if item.role != "assistant":
-            add(path, role=item.role, **_fields(item.content))
-            return _marks(item.content, chat)
-        case MessageItem() | FunctionCallItem() | ReasoningItem():
-            is_call = isinstance(item, FunctionCallItem)
-            last = chat.messages[-1] if chat.messages else None
-            if last is None or last.role != "assistant" or (last.tool_calls and not is_call):
-                add(path, role="assistant")
-                last = chat.messages[-1]
-            if isinstance(item, FunctionCallItem):
-                last.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
-            else:
-                found = _fields(item.content or (), between="")
+    match place.item:
+        case ToolOutputItem() | LocalShellOutputItem() as output:
+            call_id = output.call_id or output.id or ""
+            add(place.path, role="tool", tool_call_id=call_id, **_fields(output.output))
+            return _marks(output.output, chat)
+        case MessageItem() as message if message.role != "assistant":
+            add(place.path, role=message.role, **_fields(message.content))
+            return _marks(message.content, chat)
+        case MessageItem() as message:
+            last = _assistant(chat, add, place)
+            found = _fields(message.content, between="")
+            last.other_parts.extend(found["other_parts"])
+            last.content += found["content"]
+            return _marks(message.content, chat, between="")
+        case ReasoningItem() as reasoning:
+            found = _fields(reasoning.content or reasoning.summary or (), between="")
+            if found["content"] or found["other_parts"]:
+                last = _assistant(chat, add, place)
                 last.other_parts.extend(found["other_parts"])
-                if isinstance(item, ReasoningItem):
-                    last.reasoning += found["content"]
-                else:
-                    last.content += found["content"]
-                    return _marks(item.content, chat, between="")
+                last.reasoning += found["content"]
+        case FunctionCallItem() | CustomCallItem() | LocalShellCallItem() as call:
+            last = _assistant(chat, add, place, is_call=True)
+            last.tool_calls.append(_call(call, place.path, tools))
     return []
+
+
+def _assistant(
+    chat: inference_pb2.Chat, add: Callable[..., None], place: _Place, *, is_call: bool = False
+) -> inference_pb2.ChatMessage:
+    """Returns the assistant's message that an item belongs to, which may be a new one."""
+    last = chat.messages[-1] if chat.messages else None
+    if last is None or last.role != "assistant" or (last.tool_calls and not is_call):
+        add(place.path, role="assistant")
+    return chat.messages[-1]
+
+
+def _call(
+    item: FunctionCallItem | CustomCallItem | LocalShellCallItem, path: str, tools: OfferedTools
+) -> inference_pb2.ToolCall:
+    """Returns a call as the model wrote it, or would have written it."""
+    if isinstance(item, LocalShellCallItem):
+        return inference_pb2.ToolCall(
+            id=item.call_id or item.id or "",
+            name="local_shell",
+            arguments=json_text(item.action, f"{path}.action"),
+        )
+    arguments = custom_arguments(item.input) if isinstance(item, CustomCallItem) else item.arguments
+    return inference_pb2.ToolCall(
+        id=item.call_id, name=tools.model_name(item.namespace, item.name), arguments=arguments
+    )
 
 
 def _marks(

@@ -22,24 +22,29 @@ from ...storage.interface import Storage, StoredResponse
 from ..large_messages import check_json_elements
 from ..openai.answers import error_response
 from ..openai.lists import list_response, read_page, unknown_after
+from ..openai.openapi import LEFT_OUT
 from ..openai.parsing import parse
-from ..openai.requests import ParsedRequest
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
 from ..openai.writers import streaming_form
 from ..service import GenerationService
 from .answers import ResponsesWriter
-from .bodies import Item, ResponsesBody, ResponsesFields
-from .requests import translate_responses
+from .bodies import ResponsesBody, ResponsesFields
+from .items import Item, ItemReference, LeftOutItem
+from .requests import ResponsesRequest, translate_responses
 
 _log = logging.getLogger(__name__)
 
+_ITEM: Final[TypeAdapter[Any]] = TypeAdapter(Item)
 _ITEMS: Final[TypeAdapter[list[Any]]] = TypeAdapter(list[Item])
 _MAX_ITEMS_PAGE: Final = 100
 _DEFAULT_ITEMS_PAGE: Final = 20
 
 _MAX_CONVERSATION_BYTES: Final = 2 * MAX_MESSAGE_BYTES
-"""Size of a stored response that is continued. JSON of text that is not ASCII is twice as long."""
+"""Size of a stored response that is continued, or of all whose items an input refers to.
+
+JSON of text that is not ASCII is twice as long.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +82,25 @@ async def answer_responses(
     """
     turn = context.caller.turn
     parsed = await off_loop(turn, body, partial(parse, ResponsesBody))
+    tenant = context.caller.tenant
     previous = None
     if parsed.previous_response_id is not None:
-        tenant = context.caller.tenant
         previous = await _previous(service.storage, tenant, parsed.previous_response_id)
     size = len(body) + (0 if previous is None else _size(previous))
-    earlier = [] if previous is None else await PARSING.run(turn, size, _conversation, previous)
+    earlier: list[dict[str, Any]] = []
+    if previous is not None:
+        earlier = await PARSING.run(turn, size, _conversation, previous, "previous_response_id")
+    size += await _resolve_references(service.storage, tenant, turn, parsed)
     request = await PARSING.run(turn, size, _translate, parsed, request_id, earlier)
     keep = None
     if parsed.store is not False:
-        items = earlier + _named_items(parsed, request_id)
-        keep = Keeper(storage=service.storage, tenant=context.caller.tenant, items=items).keep
+        items = earlier + await PARSING.run(turn, size, _named_items, parsed, request_id)
+        keep = Keeper(storage=service.storage, tenant=tenant, items=items).keep
     form = streaming_form(partial(ResponsesWriter, keep=keep), error_response)
-    return GenerationResponse(service, request, context, form)
+    response = GenerationResponse(service, request, context, form)
+    if request.left_out:
+        response.headers[LEFT_OUT] = ", ".join(request.left_out)
+    return response
 
 
 async def get_response(service: GenerationService, request: Request) -> Response:
@@ -148,22 +159,64 @@ async def _previous(storage: Storage, tenant: str, response_id: str) -> StoredRe
     raise InvalidArgument(f"{reason}; send the whole conversation as input", "previous_response_id")
 
 
+async def _resolve_references(
+    storage: Storage, tenant: str, turn: str, body: ResponsesFields
+) -> int:
+    """Replaces the references in the input by the stored items; returns the size of these.
+
+    Raises InvalidArgument. The newest reference comes first, because a stored response has the
+    items of the whole conversation.
+    """
+    if isinstance(body.input, str):
+        return 0
+    found: dict[str, dict[str, Any]] = {}
+    size = 0
+    for i in reversed(range(len(body.input))):
+        reference = body.input[i]
+        if not isinstance(reference, ItemReference):
+            continue
+        if reference.id not in found:
+            stored = await storage.find_response(tenant, _response_of(reference.id))
+            size += 0 if stored is None else _size(stored)
+            if size > _MAX_CONVERSATION_BYTES:
+                raise InvalidArgument(
+                    f"the responses of these items have more than {_MAX_CONVERSATION_BYTES} bytes; "
+                    "send the items themselves",
+                    f"input[{i}].id",
+                )
+            if stored is not None:
+                items = await PARSING.run(turn, size, _conversation, stored, f"input[{i}].id")
+                for item in items:
+                    found.setdefault(item["id"], item)
+        if reference.id not in found:
+            raise InvalidArgument(
+                "no item of this id is stored here; send the item itself", f"input[{i}].id"
+            )
+        body.input[i] = _ITEM.validate_python(found[reference.id])
+    return size
+
+
+def _response_of(item_id: str) -> str:
+    """Returns the id of the response that has made an item: `resp_a` of the item `msg_a_0`."""
+    return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
+
+
 def _size(stored: StoredResponse) -> int:
     return len(stored.body) + len(stored.items)
 
 
 def _translate(
     parsed: ResponsesFields, request_id: str, earlier: list[dict[str, Any]]
-) -> ParsedRequest[ResponsesFields]:
+) -> ResponsesRequest:
     return translate_responses(parsed, request_id, _ITEMS.validate_python(earlier))
 
 
-def _conversation(stored: StoredResponse) -> list[dict[str, Any]]:
-    """Returns the items of a response's input and output. Raises InvalidArgument."""
+def _conversation(stored: StoredResponse, field: str) -> list[dict[str, Any]]:
+    """Returns the items of a response's input and output. Raises InvalidArgument for `field`."""
     try:
         check_json_elements(stored.items)
     except InvalidArgument as error:
-        raise InvalidArgument(error.message, "previous_response_id") from None
+        raise InvalidArgument(error.message, field) from None
     items: list[dict[str, Any]] = json.loads(stored.items)
     try:
         items += json.loads(stored.body)["output"]
@@ -173,7 +226,7 @@ def _conversation(stored: StoredResponse) -> list[dict[str, Any]]:
 
 
 def _named_items(body: ResponsesFields, request_id: str) -> list[dict[str, Any]]:
-    """Returns the input as a list of items, each with an id."""
+    """Returns the items of the input that have an effect, each with an id."""
     if isinstance(body.input, str):
         items: list[dict[str, Any]] = [
             {
@@ -184,7 +237,9 @@ def _named_items(body: ResponsesFields, request_id: str) -> list[dict[str, Any]]
         ]
     else:
         items = [  # Pydantic would warn of the other types of the union
-            item.model_dump(by_alias=True, exclude_none=True, warnings=False) for item in body.input
+            item.model_dump(by_alias=True, exclude_none=True, warnings=False)
+            for item in body.input
+            if not isinstance(item, LeftOutItem)
         ]
     for i, item in enumerate(items):
         item.setdefault("id", f"item_{request_id}_{i}")

@@ -15,7 +15,7 @@ from ...auth.authenticator import Authenticator, Caller
 from ..browsers import BrowserRules
 from ..canonical import canonical
 from ..console.routes import DATA_PATH, STATIC_PATHS
-from ..openai.openapi import MAX_TOKENS, REQUEST_ID
+from ..openai.openapi import LEFT_OUT, MAX_TOKENS, REQUEST_ID
 from .audit import AuditLog, is_refusal
 from .connection import CONNECTION_STATE
 
@@ -37,7 +37,7 @@ def browser_gate(
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=(REQUEST_ID, MAX_TOKENS, "Retry-After"),
+            expose_headers=(REQUEST_ID, MAX_TOKENS, LEFT_OUT, "Retry-After"),
         )
 
     async def gate(scope: Scope, receive: Receive, send: Send) -> None:

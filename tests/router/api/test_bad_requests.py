@@ -304,7 +304,7 @@ RESPONSES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     (
         "tools",
         "list",
-        ([{"type": "web_search"}], [{"type": "function"}], [{"type": "function", "name": "f"}] * 2),
+        ([{"type": "search"}], [{"type": "function"}], [{"type": "function", "name": "f"}] * 2),
     ),
     (
         "tool_choice",
@@ -317,7 +317,9 @@ RESPONSES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("store", "flag", ()),
     ("conversation", "", ()),
     ("background", "flag", (True,)),
-    ("include", "list", (["message.output_text.logprobs"],)),
+    ("include", "list", ([1], ["x"] * 65)),
+    ("max_tool_calls", "whole", ()),
+    ("client_metadata", "object", ()),
     ("truncation", "text", ("oldest",)),
     ("metadata", "object", ({"a": 1},)),
 ]
@@ -516,6 +518,13 @@ HTTP_CASES: list[Case] = [
     (
         RESPONSES,
         response(input=[{"type": "item_reference", "id": "x"}]),
+        400,
+        "input[0].id",
+        "send the item itself",
+    ),
+    (
+        RESPONSES,
+        response(input=[{"type": "picture", "id": "x"}]),
         400,
         "input[0]",
         "item of type",

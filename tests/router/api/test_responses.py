@@ -174,6 +174,12 @@ async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpen
     assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
 
 
+def crowd(name: str) -> dict[str, Any]:
+    """Returns a namespace of 70 tools."""
+    tools = [{"type": "function", "name": f"f{i}"} for i in range(70)]
+    return {"type": "namespace", "name": name, "tools": tools}
+
+
 class Person(BaseModel):
     name: str
     age: int
@@ -194,7 +200,16 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"conversation": "conv_1"}, "conversation", "continue with previous_response_id"),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be from 1"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "weather"}]}, "tools[0]", "type function, custom or namespace"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]},
+            "tools[0].tools[0].type",
+            "'function'",
+        ),
+        ({"tools": [{"type": "mcp"}], "tool_choice": {"type": "mcp"}}, "tool_choice", "offer a"),
+        ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "has no tools"),
+        ({"tool_choice": {"type": "custom", "name": "x"}}, "tool_choice", "demands a call"),
+        ({"tools": [crowd("a"), crowd("b")]}, "tools", "140 tools"),
     ]
     for fields, param, text in wrong:
         with pytest.raises(openai.BadRequestError, match=text) as caught:
@@ -254,3 +269,158 @@ async def test_what_libraries_add_to_items_comes_back(
             input=[{"role": "user", "content": "x", "images": []}],  # type: ignore[list-item]
         )
     assert caught.value.param == "input[0].images"
+
+
+CUSTOM: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"},
+}
+
+
+def custom_call(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "apply_patch", "arguments": {arguments}}}\n</tool_call>'
+
+
+async def test_a_custom_tool_has_a_text_as_its_input(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    """The text is an argument for the model, and an item of its own for the client."""
+    service.source.answer = [*custom_call('{"input": "a\\n\\"b\\""}').encode(), EOS_ID]
+    fields: Any = {"model": "tiny", "input": "hello?", "tools": [CUSTOM]}
+    stream = await client.responses.create(**fields, stream=True)
+    events: list[Any] = [event async for event in stream]
+    kinds = [event.type for event in events if getattr(event, "output_index", None) == 0]
+    assert kinds == [
+        "response.output_item.added",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.output_item.done",
+    ]
+    assert (events[3].delta, events[4].input) == ('a\n"b"', 'a\n"b"')
+    (call,) = events[-1].response.output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", 'a\n"b"')
+    assert call.id.startswith("ctc_")
+    assert call == events[-2].item
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    service.source.answer = [*b"Done.", EOS_ID]
+    await client.responses.create(
+        **fields | {"input": [{"role": "user", "content": "x"}, call.model_dump(), output]}
+    )
+    assert last_prompt(service).endswith(
+        '{"input": "a\\n\\"b\\""}}</tool_call>\ntool: done\nassistant: '
+    )
+
+
+async def test_a_call_of_a_custom_tool_can_be_demanded(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    """If the model writes other arguments, the client has them all."""
+    service.source.answer = [*custom_call('{"patch": 1}').encode(), EOS_ID]
+    made = await client.responses.create(
+        model="tiny",
+        input="x",
+        tools=[CUSTOM, *TOOLS],
+        tool_choice={"type": "custom", "name": "apply_patch"},
+    )
+    assert [(item.type, getattr(item, "input", "")) for item in made.output] == [
+        ("custom_tool_call", '{"patch": 1}')
+    ]
+    grammar = service.source.requests[-1].submit.grammar
+    assert accepts(grammar, custom_call('{"input": "a"}'))
+    assert not accepts(grammar, custom_call('{"patch": 1}'))
+
+
+async def test_allowed_tools_are_the_only_ones_of_the_prompt(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    group = {
+        "type": "namespace",
+        "name": "files",
+        "description": "",
+        "tools": [{"type": "function", "name": "read"}, CUSTOM | {"name": "write"}],
+    }
+    tools: Any = [*TOOLS, CUSTOM, group, {"type": "image_generation"}]
+    cases: list[tuple[list[dict[str, str]], str]] = [
+        ([{"type": "function", "name": "weather"}], "[weather] "),
+        ([{"type": "custom", "name": "apply_patch"}, {"type": "mcp"}], "[apply_patch] "),
+        ([{"type": "namespace", "name": "files"}], "[files__read] [files__write] "),
+        ([{"type": "custom", "name": "write", "namespace": "files"}], "[files__write] "),
+        ([{"type": "image_generation"}], ""),
+    ]
+    service.source.answer = [*b"hello", EOS_ID]
+    for allowed, listed in cases:
+        choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+        await client.responses.create(model="tiny", input="x", tools=tools, tool_choice=choice)
+        assert last_prompt(service).startswith(f"{listed}user: x\n")
+        assert not service.source.requests[-1].submit.grammar
+    choice = {"type": "allowed_tools", "mode": "required", "tools": cases[0][0]}
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    await client.responses.create(model="tiny", input="x", tools=tools, tool_choice=choice)
+    assert accepts(service.source.requests[-1].submit.grammar, CALL)
+    choice["tools"] = [{"type": "image_generation"}, {"type": "function", "name": "write"}]
+    with pytest.raises(openai.BadRequestError, match="one of the tools") as caught:
+        await client.responses.create(model="tiny", input="x", tools=tools, tool_choice=choice)
+    assert caught.value.param == "tool_choice.tools[1].name"
+
+
+async def test_items_with_text_of_other_models_go_into_the_prompt_and_others_do_not(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    items: Any = [
+        {"role": "user", "content": "x"},
+        {"type": "compaction", "id": "cmp_1", "encrypted_content": "?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "?"},
+        {
+            "type": "local_shell_call",
+            "id": "lsh_1",
+            "call_id": "c",
+            "status": "completed",
+            "action": {"type": "exec", "command": ["ls"], "env": {}},
+        },
+        {"type": "local_shell_call_output", "id": "c", "output": "a.txt"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "?"}},
+        {"type": "message", "role": "assistant", "content": "So.", "phase": "commentary"},
+        {"type": "additional_tools", "role": "developer", "tools": TOOLS},
+        {"role": "user", "content": "y"},
+    ]
+    service.source.answer = [*b"hello", EOS_ID]
+    raw = await client.responses.with_raw_response.create(model="tiny", input=items)
+    assert raw.headers["tandem-left-out"] == "compaction, web_search_call"
+    assert last_prompt(service) == (
+        "[weather] user: x\nassistant: <tool_call>"
+        '{"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"], "env": {}}}'
+        "</tool_call>\ntool: a.txt\nassistant: So.\nuser: y\nassistant: "
+    )
+    made = raw.parse()
+    assert (
+        "tandem-left-out"
+        not in (
+            await client.responses.with_raw_response.create(
+                model="tiny", input="z", previous_response_id=made.id
+            )
+        ).headers
+    )
+    assert last_prompt(service).startswith("[weather] user: x\nassistant: <tool_call>")
+
+
+async def test_fields_without_effect_are_accepted(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    made = await client.responses.create(
+        model="tiny",
+        input="x",
+        include=["message.output_text.logprobs", "web_search_call.results"],
+        max_tool_calls=3,
+        safety_identifier="s",
+        prompt_cache_key="k",
+        reasoning={"effort": "low", "summary": "auto", "context": "all_turns"},
+        stream_options={"include_obfuscation": True},
+        text={"verbosity": "low"},
+        truncation="disabled",
+        store=False,
+        extra_body={"client_metadata": {"session": "s"}},
+    )
+    assert made.output_text == "hello"

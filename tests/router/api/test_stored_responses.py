@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from tandem.proto.errors import Unavailable
+from tandem.router.api.responses import stored
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
@@ -88,11 +89,14 @@ async def test_a_stored_response_is_retrieved(
     assert refused.json()["error"]["param"] == "stream"
 
 
+REASONING = {"type": "reasoning_text", "text": ""}
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
         ({"encrypted_content": "x" * 3_000_000}, "more than 8388608 bytes"),
-        ({"summary": [[]] * 30_000}, "too many elements"),
+        ({"content": [REASONING | {"annotations": [[]] * 30_000}]}, "too many elements"),
     ],
 )
 async def test_a_conversation_is_bounded(
@@ -144,3 +148,51 @@ async def test_a_storage_that_fails_does_not_fail_the_response(
     with pytest.raises(openai.InternalServerError) as caught:
         await client.responses.retrieve("resp_1")
     assert caught.value.status_code == 503
+
+
+async def test_references_to_stored_items(service: Service, client: openai.AsyncOpenAI) -> None:
+    """An item of an earlier turn is found in the newest response that has it."""
+    service.source.answer = [*f"I look.\n{CALL}".encode(), EOS_ID]
+    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    fields: Any = {"model": "tiny", "tools": tools, "extra_headers": {"x-request-id": "a_b"}}
+    first = await client.responses.create(input="rain?", **fields)
+    references: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    message, call = references
+    question: Any = {"role": "user", "content": "rain?"}
+    output: Any = {
+        "type": "function_call_output",
+        "call_id": first.output[1].to_dict()["call_id"],
+        "output": "yes",
+    }
+    service.source.answer = [*b"It rains.", EOS_ID]
+    fields["extra_headers"] = {}
+    second = await client.responses.create(
+        input=[question, message, {"id": call["id"]}, output],  # the type may be absent
+        **fields,
+    )
+    written = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+    expected = f"user: rain?\nassistant: I look.{written}\ntool: yes\nassistant: "
+    assert last_prompt(service).endswith(expected)
+    await client.responses.delete(first.id)
+    latest: Any = {"type": "item_reference", "id": second.output[0].id}
+    await client.responses.create(input=[question, message, call, output, latest], **fields)
+    assert last_prompt(service).endswith(f"{expected}It rains.\nassistant: ")
+    for unknown in (call["id"], "msg_a_0", "x", "_", ""):
+        with pytest.raises(openai.BadRequestError, match="send the item itself") as caught:
+            await client.responses.create(
+                input=[question, {"type": "item_reference", "id": unknown}], **fields
+            )
+        assert caught.value.param == "input[1].id"
+
+
+async def test_references_to_too_large_responses(
+    service: Service, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    made = await client.responses.create(model="tiny", input="x")
+    monkeypatch.setattr(stored, "_MAX_CONVERSATION_BYTES", 100)
+    with pytest.raises(openai.BadRequestError, match="more than 100 bytes") as caught:
+        await client.responses.create(
+            model="tiny", input=[{"type": "item_reference", "id": made.output[0].id or ""}]
+        )
+    assert caught.value.param == "input[0].id"

@@ -1,0 +1,231 @@
+"""Defines the items of an input of OpenAI's Responses API."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+
+from ....proto import limits
+from ..openai.bodies import (
+    Ignored,
+    Items,
+    Name,
+    OpenModel,
+    OtherPart,
+    PromptCacheBreakpoint,
+    ReturnedModel,
+    TextOrItems,
+    member,
+)
+from .tool_bodies import Tools
+
+_TextType = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+
+
+class TextPart(ReturnedModel):
+    type: _TextType
+    text: str
+    annotations: Ignored[list[Any]] = None
+    logprobs: Ignored[list[Any]] = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+
+class RefusalPart(ReturnedModel):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_tag(value: object) -> str:
+    kind = member(value, "type")
+    if kind == "refusal":
+        return "[refusal]"
+    return "[other]" if isinstance(kind, str) and kind not in get_args(_TextType) else "[text]"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("[text]")]
+    | Annotated[RefusalPart, Tag("[refusal]")]
+    | Annotated[SkipJsonSchema[OtherPart], Tag("[other]")],
+    Discriminator(_part_tag),
+]
+
+
+class MessageItem(OpenModel):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrItems[Part]
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+    phase: Ignored[str] = None
+
+
+class AssistantItem(MessageItem, ReturnedModel):
+    """Declares a message of the assistant, which may be an earlier answer."""
+
+    role: Literal["assistant"]
+
+
+class FunctionCallItem(ReturnedModel):
+    type: Literal["function_call"]
+    call_id: str
+    name: Name
+    namespace: str | None = None
+    arguments: str = Field(description="A JSON object.")
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+class CustomCallItem(ReturnedModel):
+    """Declares a call of a custom tool, whose input is a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: Name
+    namespace: str | None = None
+    input: str
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+class ToolOutputItem(ReturnedModel):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: TextOrItems[Part]
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+class LocalShellCallItem(ReturnedModel):
+    """Declares a command that another model of an agent ran on the client's machine."""
+
+    type: Literal["local_shell_call"]
+    action: dict[str, Any]
+    call_id: str | None = None
+    id: str | None = Field(None, description="Stands for call_id, if call_id is absent.")
+    status: Ignored[str] = None
+
+
+class LocalShellOutputItem(ReturnedModel):
+    type: Literal["local_shell_call_output"]
+    output: TextOrItems[Part]
+    call_id: str | None = None
+    id: str | None = Field(None, description="Stands for call_id, if call_id is absent.")
+    status: Ignored[str] = None
+
+
+class ReasoningItem(ReturnedModel):
+    """Declares the reasoning of an earlier answer; only its text is read."""
+
+    type: Literal["reasoning"]
+    content: Items[Part] | None = None
+    summary: Items[Part] | None = Field(None, description="Read if `content` has no text.")
+    id: Ignored[str] = None
+    encrypted_content: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+class AdditionalToolsItem(ReturnedModel):
+    """Declares further tools, with the same effect as in `tools`."""
+
+    type: Literal["additional_tools"]
+    tools: Tools
+    role: Ignored[str] = None
+    id: Ignored[str] = None
+
+
+class ItemReference(ReturnedModel):
+    """Declares an item of a stored response by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str = Field(max_length=limits.MAX_REQUEST_ID_CHARACTERS + 32)
+
+
+class LeftOutItem(ReturnedModel):
+    """Declares an item that the prompt leaves out.
+
+    Most describe work of tools that run at OpenAI, without text for the model.
+    """
+
+    type: Literal[
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "code_interpreter_call",
+        "compaction",
+        "compaction_summary",
+        "compaction_trigger",
+        "computer_call",
+        "computer_call_output",
+        "configuration_update",
+        "context_compaction",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "program",
+        "program_output",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    ]
+
+
+_TAGS: Final[Mapping[str, str]] = {
+    kind: f"[{item.__name__}]"
+    for item in (
+        MessageItem,
+        FunctionCallItem,
+        CustomCallItem,
+        ToolOutputItem,
+        LocalShellCallItem,
+        LocalShellOutputItem,
+        ReasoningItem,
+        AdditionalToolsItem,
+        ItemReference,
+        LeftOutItem,
+    )
+    for kind in get_args(item.model_fields["type"].annotation)
+}
+"""Maps the types of items to tags of the union of their classes."""
+
+
+def _item_tag(value: object) -> str | None:
+    kind = member(value, "type")
+    if kind is None and member(value, "role") is None and member(value, "id") is not None:
+        return _TAGS["item_reference"]  # OpenAI lets its type be absent
+    kind = "message" if kind is None else kind
+    if kind == "message" and member(value, "role") == "assistant":
+        return "[AssistantItem]"
+    return _TAGS.get(kind) if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("[MessageItem]")]
+    | Annotated[AssistantItem, Tag("[AssistantItem]")]
+    | Annotated[FunctionCallItem, Tag("[FunctionCallItem]")]
+    | Annotated[CustomCallItem, Tag("[CustomCallItem]")]
+    | Annotated[ToolOutputItem, Tag("[ToolOutputItem]")]
+    | Annotated[LocalShellCallItem, Tag("[LocalShellCallItem]")]
+    | Annotated[LocalShellOutputItem, Tag("[LocalShellOutputItem]")]
+    | Annotated[ReasoningItem, Tag("[ReasoningItem]")]
+    | Annotated[AdditionalToolsItem, Tag("[AdditionalToolsItem]")]
+    | Annotated[ItemReference, Tag("[ItemReference]")]
+    | Annotated[LeftOutItem, Tag("[LeftOutItem]")],
+    Discriminator(
+        _item_tag,
+        custom_error_type="item",
+        custom_error_message=(
+            "must be an item of type message, function_call, function_call_output, "
+            "custom_tool_call, custom_tool_call_output, reasoning, or another type of OpenAI's "
+            "Responses API"
+        ),
+    ),
+]
