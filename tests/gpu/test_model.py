@@ -3,8 +3,6 @@ none.
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout
+from tandem.workers.model.graphs import no_waiting
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
@@ -37,16 +36,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 @pytest.fixture(scope="module", params=sorted(set(FAMILIES) - set(STATEFUL)))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Every call that would wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]:
