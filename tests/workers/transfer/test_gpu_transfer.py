@@ -12,7 +12,13 @@ import torch
 
 from tandem.tests.waits import WAIT
 from tandem.tests.workers.spans import span
-from tandem.tests.workers.stream_model import Event, RecordingOrder, StreamModel, put_on_gpu
+from tandem.tests.workers.stream_model import (
+    Event,
+    RecordingOrder,
+    StreamModel,
+    put_on_gpu,
+    run_out_of_memory,
+)
 from tandem.tests.workers.transfer.played_nccl import play_nccl
 from tandem.tests.workers.transfer.test_connections import NUM_BLOCKS, NUM_TOKENS, Two, memory, two
 from tandem.workers.host.streams import DeviceData, device_checksum
@@ -20,6 +26,7 @@ from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv.store import PagedKv
+from tandem.workers.transfer.frames import TransferError
 
 
 @pytest.fixture
@@ -90,6 +97,17 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(
         monkeypatch.setattr(GpuKv, "gather", damaged)
         assert (await pair.move()).transport == "grpc"
         assert pair.used == []
+
+
+@pytest.mark.parametrize("at", [0, 1])  # the sender's read, the receiver's write
+async def test_a_gpu_without_memory_for_a_frame_fails_one_transfer(
+    model: StreamModel, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    async with between_gpus(model, ()) as pair:
+        run_out_of_memory(monkeypatch, at)
+        with pytest.raises(TransferError):
+            await pair.move(0)
+        assert (await pair.move(1)).transport == "grpc"
 
 
 async def test_the_event_loop_runs_while_the_gpu_reads(
