@@ -12,12 +12,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from tandem.tests.bench.gpu import tree
+from tandem.tests.bench.engine.shapes import random_weight
+from tandem.tests.bench.gpu import fuzz, tree
 from tandem.tests.bench.gpu.bench import Bench
 from tandem.tests.bench.gpu.driver import PRELOADED, Run, as_text, run_parts
 from tandem.tests.bench.gpu.parts import PARTS, Part, find_parts
 from tandem.tests.paths import ROOT
+from tandem.workers.model.module import WeightSlice
 
 CALLS = {"facts": "imports of worker modules", "serve": "the prefill worker is killed"}
 
@@ -116,6 +119,16 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     for name, row_name in CALLS.items():
         assert row_name in {row["name"] for row in found["parts"][name]["rows"]}
     assert (tmp_path / "gpu.txt").read_text() == done.stdout
+
+
+def test_models_of_all_devices_have_the_same_weights() -> None:
+    """A device that has no generator of its own gets them too."""
+    part = WeightSlice("model.layers.0.mlp.up_proj.weight", (96, 64), (slice(3, 9),))
+    target, expected = torch.empty(6, 64), torch.empty(6, 64)
+    fuzz.read_weight(part, target)
+    random_weight(part, expected)
+    assert torch.equal(target, expected)
+    fuzz.read_weight(part, torch.empty(6, 64, device="meta"))
 
 
 def test_parts_are_found_by_group_and_by_name() -> None:
