@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from tandem.tests.bench.engine.shapes import random_weight
 from tandem.tests.bench.gpu import fuzz, tree
@@ -43,6 +44,10 @@ def hang(bench: Bench) -> None:
 
 def fail(bench: Bench) -> None:
     raise RuntimeError("kernel 7 is missing")
+
+
+def bench_of(folder: Path, device: str) -> Bench:
+    return Bench(device=device, shape="tiny", seconds=60, folder=folder, rows=folder / "rows")
 
 
 def faulty(name: str, seconds: float = 60) -> Part:
@@ -129,6 +134,17 @@ def test_models_of_all_devices_have_the_same_weights() -> None:
     random_weight(part, expected)
     assert torch.equal(target, expected)
     fuzz.read_weight(part, torch.empty(6, 64, device="meta"))
+
+
+def test_a_kernel_that_needs_more_than_the_gpu_has_is_not_supported(tmp_path: Path) -> None:
+    def launch() -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    bench = bench_of(tmp_path, "cpu")
+    bench.attempt("a large tile", launch)
+    assert "not supported here: out of resource: shared memory" in bench.rows.read_text()
+    with pytest.raises(OutOfResources):
+        bench.time("a large tile", launch)
 
 
 def test_parts_are_found_by_group_and_by_name() -> None:
