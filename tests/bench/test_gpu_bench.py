@@ -147,6 +147,20 @@ def test_a_kernel_that_needs_more_than_the_gpu_has_is_not_supported(tmp_path: Pa
         bench.time("a large tile", launch)
 
 
+def test_steps_of_a_gpu_without_graphs_fail(tmp_path: Path) -> None:
+    class Runner:
+        def __init__(self, replays: int) -> None:
+            self.num_graph_replays = lambda: replays
+
+    eager: Any = Runner(0)
+    replayed: Any = Runner(1)
+    bench_of(tmp_path, "cpu").check_graphs(eager)
+    gpu = bench_of(tmp_path, "cuda")
+    gpu.check_graphs(replayed)
+    with pytest.raises(RuntimeError, match="no step ran as a CUDA graph"):
+        gpu.check_graphs(eager)
+
+
 def test_parts_are_found_by_group_and_by_name() -> None:
     assert [part.name for part in find_parts("C,kv")] == [
         "kv",

@@ -83,6 +83,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
         each.fill_(torch.nan)
     runner.execute(StepPlan(sequences=(), dropped=(1, 2, 3)))
     assert mixed_steps(runner) == expected
+    assert runner.num_graph_replays() > 0
 
 
 @pytest.mark.parametrize("cache_dtype", GPU_QUANTIZED)
@@ -91,6 +92,7 @@ def test_tokens_over_a_quantized_cache_are_those_of_the_cpu(folder: Path, cache_
     runner = load(folder, cache_dtype=cache_dtype, device="cuda")
     runner.warmup()
     assert mixed_steps(runner) == expected
+    assert runner.num_graph_replays() > 0
 
 
 def test_weights_in_fp8_give_logits_near_those_of_bfloat16(
@@ -107,6 +109,7 @@ def test_weights_in_fp8_give_logits_near_those_of_bfloat16(
         step = driver.step(0, [5], 100)
         with no_waiting():
             runner.launch(StepPlan(sequences=(step,), dropped=()))
+        assert runner.num_graph_replays() == 1
     plain, rounded = (logits - logits.mean() for logits in found)
     assert 0 < (rounded - plain).norm() <= 0.2 * plain.norm()
 
@@ -117,6 +120,7 @@ def test_an_engine_that_overlaps_gives_the_tokens_of_one_that_does_not(folder: P
     expected = engine_tokens(load(folder), overlap=False)
     assert engine_tokens(runner, overlap=True) == expected
     assert engine_tokens(runner, overlap=False) == expected
+    assert runner.num_graph_replays() > 0
 
 
 EVERYTHING = SamplingParams(
@@ -154,6 +158,7 @@ def test_a_launch_waits_for_nothing(folder: Path, sampling: SamplingParams) -> N
     for at in range(31, 40):
         launch(driver.step(1, [PENDING_TOKEN], at), driver.step(2, [PENDING_TOKEN], at + 9))
     assert len(collects) == 11
+    assert runner.num_graph_replays() > 0
 
 
 def test_every_feature_gives_the_tokens_of_the_cpu(folder: Path) -> None:
@@ -168,6 +173,7 @@ def test_every_feature_gives_the_tokens_of_the_cpu(folder: Path) -> None:
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
             assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-2)
+    assert runner.num_graph_replays() > 0
 
 
 def test_the_sampler_draws_the_tokens_of_the_cpu() -> None:
@@ -263,6 +269,7 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
         )
         for end, logits in mixed.items():
             assert torch.equal(logits, decoded[end]), (seed, end)
+    assert (runner.num_graph_replays() > 0) == captured
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:

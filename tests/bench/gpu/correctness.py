@@ -78,6 +78,7 @@ def smoke(bench: Bench) -> None:
             different_tokens=len(set(tokens)),
             mib=bench.memory_mib(),
         )
+        bench.check_graphs(runner)
 
 
 def _launch_steps(bench: Bench, runner: ModelRunner) -> list[int]:

@@ -45,6 +45,8 @@ def measure(bench: Bench) -> None:
         seed += 1
     replays = {name: runner.runner.num_graph_replays() for name, runner in runners.items()}
     bench.row("equal tokens", seeds=seed, sequences=seed * _SEQUENCES, graph_replays=replays)
+    if bench.is_gpu:
+        bench.check_graphs(runners["graphs"].runner)
 
 
 def _load(device: torch.device) -> BenchRunner:

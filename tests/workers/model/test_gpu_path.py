@@ -246,6 +246,7 @@ def test_every_feature_gives_the_tokens_of_the_cpu(
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
             assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-3)
+    assert (runner.num_graph_replays() > 0) == captured
 
 
 def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
@@ -261,4 +262,5 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
         decoded = logits_by_position(runner, list(range(19)), 0, monkeypatch)
         mixed = logits_by_position(runner, cut(18, random.Random(1)), 2, monkeypatch)
         are_equal.append(all(torch.equal(logits, decoded[end]) for end, logits in mixed.items()))
+        assert runner.num_graph_replays() > 0
     assert are_equal == [True, False]
