@@ -16,12 +16,16 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from tandem.tests.bench.engine.shapes import random_weight
-from tandem.tests.bench.gpu import fuzz, tree
+from tandem.tests.bench.gpu import fuzz, kv, tree
 from tandem.tests.bench.gpu.bench import Bench
 from tandem.tests.bench.gpu.driver import PRELOADED, Run, as_text, run_parts
 from tandem.tests.bench.gpu.parts import PARTS, Part, find_parts
 from tandem.tests.paths import ROOT
+from tandem.tests.workers.engine.fake import FakeKv
+from tandem.tests.workers.transfer.played import LAYOUT
 from tandem.workers.model.module import WeightSlice
+from tandem.workers.transfer.connector import TransferContext
+from tandem.workers.transfer.registry import capabilities
 
 CALLS = {"facts": "imports of worker modules", "serve": "the prefill worker is killed"}
 
@@ -159,6 +163,13 @@ def test_steps_of_a_gpu_without_graphs_fail(tmp_path: Path) -> None:
     gpu.check_graphs(replayed)
     with pytest.raises(RuntimeError, match="no step ran as a CUDA graph"):
         gpu.check_graphs(eager)
+
+
+def test_the_transports_of_gpus_take_ranks_on_gpus() -> None:
+    context = TransferContext(
+        kv=FakeKv(1, 16, LAYOUT), transports=kv.DEVICE_TRANSPORTS, device="cuda:0"
+    )
+    assert tuple(capabilities(context)) == kv.DEVICE_TRANSPORTS
 
 
 def test_parts_are_found_by_group_and_by_name() -> None:

@@ -16,9 +16,10 @@ from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.tp.process_group import TpGroup
-from tandem.workers.transfer.registry import find_connector
 
-_DEVICE_TRANSPORTS: Final = ("ipc", "cuda_ipc", "nixl")
+DEVICE_TRANSPORTS: Final = ("ipc",)
+"""The transports between two processes with one GPU; NCCL refuses two ranks on one."""
+
 _ROUNDS: Final = 9
 
 Call = Callable[[], Awaitable[object]]
@@ -29,24 +30,15 @@ def measure(bench: Bench) -> None:
     _last_block(bench)
     _reads_and_writes(bench)
     _lonely_group(bench)
-    names = ["grpc", *device_transports()] if bench.is_gpu else ["shared"]
+    names = ["grpc", *DEVICE_TRANSPORTS] if bench.is_gpu else ["shared"]
     sizes = bench.pick([1, 128, 1024], [1])
     for name in names:
-        try:
-            rates = asyncio.run(transfer.measure([name], sizes, 3, device=bench.device))
-        except RuntimeError as error:
-            bench.row(f"transfer over {name}", note=f"failed: {error}")
-            continue
+        rates = asyncio.run(transfer.measure([name], sizes, 3, device=bench.device))
         for transport, by_size in rates.items():
             for size, rate in by_size.items():
                 bench.row(f"transfer over {transport}, {size} MB", gb_per_s=rate)
     if not bench.is_gpu:
         bench.row("transfer between two processes on one GPU", note=NEEDS_GPU)
-
-
-def device_transports() -> list[str]:
-    """Returns the transports that this release has between two processes with one GPU."""
-    return [name for name in _DEVICE_TRANSPORTS if find_connector(name)]
 
 
 def _last_block(bench: Bench) -> None:
