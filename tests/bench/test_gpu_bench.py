@@ -16,7 +16,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from tandem.tests.bench.engine.shapes import random_weight
-from tandem.tests.bench.gpu import fuzz, kv, tree
+from tandem.tests.bench.engine.steps import BenchRunner
+from tandem.tests.bench.gpu import fuzz, kv, sampler, tree
 from tandem.tests.bench.gpu.bench import Bench
 from tandem.tests.bench.gpu.driver import PRELOADED, Run, as_text, run_parts
 from tandem.tests.bench.gpu.parts import PARTS, Part, find_parts
@@ -24,6 +25,8 @@ from tandem.tests.paths import ROOT
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.transfer.played import LAYOUT
 from tandem.workers.model.module import WeightSlice
+from tandem.workers.model.sampling.sampler import Sampler
+from tandem.workers.tp.process_group import TpGroup
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.registry import capabilities
 
@@ -170,6 +173,32 @@ def test_the_transports_of_gpus_take_ranks_on_gpus() -> None:
         kv=FakeKv(1, 16, LAYOUT), transports=kv.DEVICE_TRANSPORTS, device="cuda:0"
     )
     assert tuple(capabilities(context)) == kv.DEVICE_TRANSPORTS
+
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise RuntimeError("kernel 7 is missing")
+
+
+def test_a_decode_that_fails_beside_reads_fails_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BenchRunner, "decode", refuse)
+    with pytest.raises(RuntimeError, match="kernel 7 is missing"):
+        kv._reads_and_writes(bench_of(tmp_path, "cpu"))
+
+
+def test_a_wrong_sum_fails_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TpGroup, "all_reduce", lambda group, x: x + 1)
+    with pytest.raises(RuntimeError, match=r"the sum is 16\.0, expected 8\.0"):
+        kv._lonely_group(bench_of(tmp_path, "cpu"))
+
+
+def test_a_sampler_that_fails_fails_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampler, "__call__", refuse)
+    with pytest.raises(RuntimeError, match="kernel 7 is missing"):
+        sampler.measure(bench_of(tmp_path, "cpu"))
 
 
 def test_parts_are_found_by_group_and_by_name() -> None:
