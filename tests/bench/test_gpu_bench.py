@@ -17,13 +17,15 @@ from triton.runtime.errors import OutOfResources
 
 from tandem.tests.bench.engine.shapes import random_weight
 from tandem.tests.bench.engine.steps import BenchRunner
-from tandem.tests.bench.gpu import fuzz, kv, sampler, tree
+from tandem.tests.bench.gpu import fuzz, kv, sampler, speed, tree
 from tandem.tests.bench.gpu.bench import Bench
 from tandem.tests.bench.gpu.driver import PRELOADED, Run, as_text, run_parts
 from tandem.tests.bench.gpu.parts import PARTS, Part, find_parts
 from tandem.tests.paths import ROOT
+from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.transfer.played import LAYOUT
+from tandem.workers.engine.plan import StepPlan
 from tandem.workers.model.module import WeightSlice
 from tandem.workers.model.sampling.sampler import Sampler
 from tandem.workers.tp.process_group import TpGroup
@@ -199,6 +201,27 @@ def test_a_sampler_that_fails_fails_the_part(
     monkeypatch.setattr(Sampler, "__call__", refuse)
     with pytest.raises(RuntimeError, match="kernel 7 is missing"):
         sampler.measure(bench_of(tmp_path, "cpu"))
+
+
+def test_the_busy_thread_ends_with_a_step_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of(tmp_path, "cpu")
+    runner = bench.load(64).runner
+    before = set(threading.enumerate())
+    busy: set[threading.Thread] = set()
+    launch = runner.launch
+
+    def fail_beside(plan: StepPlan) -> Any:
+        busy.update(set(threading.enumerate()) - before)
+        return refuse() if busy else launch(plan)
+
+    monkeypatch.setattr(runner, "launch", fail_beside)
+    with pytest.raises(RuntimeError, match="kernel 7 is missing"):
+        speed._beside_a_busy_thread(bench, runner, 1, 32)
+    (thread,) = busy
+    thread.join(WAIT)
+    assert not thread.is_alive()
 
 
 def test_parts_are_found_by_group_and_by_name() -> None:
