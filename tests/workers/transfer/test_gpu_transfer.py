@@ -21,7 +21,7 @@ from tandem.tests.workers.stream_model import (
 )
 from tandem.tests.workers.transfer.played_nccl import play_nccl
 from tandem.tests.workers.transfer.test_connections import NUM_BLOCKS, NUM_TOKENS, Two, memory, two
-from tandem.workers.host.streams import DeviceData, device_checksum
+from tandem.workers.host.streams import DeviceData, EventWaiter, device_checksum
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
@@ -124,6 +124,19 @@ async def test_the_event_loop_runs_while_the_gpu_reads(
     ended.set()
     assert (await reading).nbytes == span(kv, 0, 8).size(kv.layout)
     assert in_time == [True]
+
+
+async def test_an_error_in_a_waiting_thread_reaches_the_caller(model: StreamModel) -> None:
+    """More often than there are threads."""
+
+    def fail() -> None:
+        raise ValueError("no result")
+
+    waiter = EventWaiter()
+    for _ in range(9):
+        with pytest.raises(ValueError, match="no result"):
+            async with asyncio.timeout(WAIT):
+                await waiter.wait(Event(model), fail)
 
 
 def test_each_changed_or_exchanged_word_changes_the_checksum() -> None:
