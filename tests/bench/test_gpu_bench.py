@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 
 from tandem.tests.bench.engine.shapes import random_weight
 from tandem.tests.bench.engine.steps import BenchRunner
-from tandem.tests.bench.gpu import fuzz, kv, sampler, speed, tree
+from tandem.tests.bench.gpu import attention, fuzz, kv, sampler, speed, tree
 from tandem.tests.bench.gpu.bench import Bench
 from tandem.tests.bench.gpu.driver import PRELOADED, Run, as_text, run_parts
 from tandem.tests.bench.gpu.parts import PARTS, Part, find_parts
@@ -222,6 +222,15 @@ def test_the_busy_thread_ends_with_a_step_that_fails(
     (thread,) = busy
     thread.join(WAIT)
     assert not thread.is_alive()
+
+
+def test_attention_that_differs_from_torch_s_fails_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = attention.Layer.attend
+    monkeypatch.setattr(attention.Layer, "attend", lambda layer: attend(layer) + 1)
+    with pytest.raises(RuntimeError, match=r"chunk of 6 in 40: ours differs from torch's by"):
+        attention._chunk(bench_of(tmp_path, "cpu"), 6, 40)
 
 
 def test_parts_are_found_by_group_and_by_name() -> None:
