@@ -12,12 +12,25 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from triton.runtime.errors import OutOfResources
 
-from tandem.tests.bench.gpu import tree
+from tandem.tests.bench.engine.shapes import random_weight
+from tandem.tests.bench.engine.steps import BenchRunner
+from tandem.tests.bench.gpu import attention, fuzz, kv, sampler, speed, tree
 from tandem.tests.bench.gpu.bench import Bench
 from tandem.tests.bench.gpu.driver import PRELOADED, Run, as_text, run_parts
 from tandem.tests.bench.gpu.parts import PARTS, Part, find_parts
 from tandem.tests.paths import ROOT
+from tandem.tests.waits import WAIT
+from tandem.tests.workers.engine.fake import FakeKv
+from tandem.tests.workers.transfer.played import LAYOUT
+from tandem.workers.engine.plan import StepPlan
+from tandem.workers.model.module import WeightSlice
+from tandem.workers.model.sampling.sampler import Sampler
+from tandem.workers.tp.process_group import TpGroup
+from tandem.workers.transfer.connector import TransferContext
+from tandem.workers.transfer.registry import capabilities
 
 CALLS = {"facts": "imports of worker modules", "serve": "the prefill worker is killed"}
 
@@ -40,6 +53,10 @@ def hang(bench: Bench) -> None:
 
 def fail(bench: Bench) -> None:
     raise RuntimeError("kernel 7 is missing")
+
+
+def bench_of(folder: Path, device: str) -> Bench:
+    return Bench(device=device, shape="tiny", seconds=60, folder=folder, rows=folder / "rows")
 
 
 def faulty(name: str, seconds: float = 60) -> Part:
@@ -116,6 +133,104 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     for name, row_name in CALLS.items():
         assert row_name in {row["name"] for row in found["parts"][name]["rows"]}
     assert (tmp_path / "gpu.txt").read_text() == done.stdout
+
+
+def test_models_of_all_devices_have_the_same_weights() -> None:
+    """A device that has no generator of its own gets them too."""
+    part = WeightSlice("model.layers.0.mlp.up_proj.weight", (96, 64), (slice(3, 9),))
+    target, expected = torch.empty(6, 64), torch.empty(6, 64)
+    fuzz.read_weight(part, target)
+    random_weight(part, expected)
+    assert torch.equal(target, expected)
+    fuzz.read_weight(part, torch.empty(6, 64, device="meta"))
+
+
+def test_a_kernel_that_needs_more_than_the_gpu_has_is_not_supported(tmp_path: Path) -> None:
+    def launch() -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    bench = bench_of(tmp_path, "cpu")
+    bench.attempt("a large tile", launch)
+    assert "not supported here: out of resource: shared memory" in bench.rows.read_text()
+    with pytest.raises(OutOfResources):
+        bench.time("a large tile", launch)
+
+
+def test_steps_of_a_gpu_without_graphs_fail(tmp_path: Path) -> None:
+    class Runner:
+        def __init__(self, replays: int) -> None:
+            self.num_graph_replays = lambda: replays
+
+    eager: Any = Runner(0)
+    replayed: Any = Runner(1)
+    bench_of(tmp_path, "cpu").check_graphs(eager)
+    gpu = bench_of(tmp_path, "cuda")
+    gpu.check_graphs(replayed)
+    with pytest.raises(RuntimeError, match="no step ran as a CUDA graph"):
+        gpu.check_graphs(eager)
+
+
+def test_the_transports_of_gpus_take_ranks_on_gpus() -> None:
+    context = TransferContext(
+        kv=FakeKv(1, 16, LAYOUT), transports=kv.DEVICE_TRANSPORTS, device="cuda:0"
+    )
+    assert tuple(capabilities(context)) == kv.DEVICE_TRANSPORTS
+
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise RuntimeError("kernel 7 is missing")
+
+
+def test_a_decode_that_fails_beside_reads_fails_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BenchRunner, "decode", refuse)
+    with pytest.raises(RuntimeError, match="kernel 7 is missing"):
+        kv._reads_and_writes(bench_of(tmp_path, "cpu"))
+
+
+def test_a_wrong_sum_fails_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TpGroup, "all_reduce", lambda group, x: x + 1)
+    with pytest.raises(RuntimeError, match=r"the sum is 16\.0, expected 8\.0"):
+        kv._lonely_group(bench_of(tmp_path, "cpu"))
+
+
+def test_a_sampler_that_fails_fails_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampler, "__call__", refuse)
+    with pytest.raises(RuntimeError, match="kernel 7 is missing"):
+        sampler.measure(bench_of(tmp_path, "cpu"))
+
+
+def test_the_busy_thread_ends_with_a_step_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of(tmp_path, "cpu")
+    runner = bench.load(64).runner
+    before = set(threading.enumerate())
+    busy: set[threading.Thread] = set()
+    launch = runner.launch
+
+    def fail_beside(plan: StepPlan) -> Any:
+        busy.update(set(threading.enumerate()) - before)
+        return refuse() if busy else launch(plan)
+
+    monkeypatch.setattr(runner, "launch", fail_beside)
+    with pytest.raises(RuntimeError, match="kernel 7 is missing"):
+        speed._beside_a_busy_thread(bench, runner, 1, 32)
+    (thread,) = busy
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
+def test_attention_that_differs_from_torch_s_fails_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = attention.Layer.attend
+    monkeypatch.setattr(attention.Layer, "attend", lambda layer: attend(layer) + 1)
+    with pytest.raises(RuntimeError, match=r"chunk of 6 in 40: ours differs from torch's by"):
+        attention._chunk(bench_of(tmp_path, "cpu"), 6, 40)
 
 
 def test_parts_are_found_by_group_and_by_name() -> None:

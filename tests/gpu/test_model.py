@@ -3,8 +3,6 @@ none.
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout
+from tandem.workers.model.graphs import no_waiting
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
@@ -37,16 +36,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU he
 @pytest.fixture(scope="module", params=sorted(set(FAMILIES) - set(STATEFUL)))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Every call that would wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]:
@@ -94,6 +83,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
         each.fill_(torch.nan)
     runner.execute(StepPlan(sequences=(), dropped=(1, 2, 3)))
     assert mixed_steps(runner) == expected
+    assert runner.num_graph_replays() > 0
 
 
 @pytest.mark.parametrize("cache_dtype", GPU_QUANTIZED)
@@ -102,6 +92,7 @@ def test_tokens_over_a_quantized_cache_are_those_of_the_cpu(folder: Path, cache_
     runner = load(folder, cache_dtype=cache_dtype, device="cuda")
     runner.warmup()
     assert mixed_steps(runner) == expected
+    assert runner.num_graph_replays() > 0
 
 
 def test_weights_in_fp8_give_logits_near_those_of_bfloat16(
@@ -118,6 +109,7 @@ def test_weights_in_fp8_give_logits_near_those_of_bfloat16(
         step = driver.step(0, [5], 100)
         with no_waiting():
             runner.launch(StepPlan(sequences=(step,), dropped=()))
+        assert runner.num_graph_replays() == 1
     plain, rounded = (logits - logits.mean() for logits in found)
     assert 0 < (rounded - plain).norm() <= 0.2 * plain.norm()
 
@@ -128,6 +120,7 @@ def test_an_engine_that_overlaps_gives_the_tokens_of_one_that_does_not(folder: P
     expected = engine_tokens(load(folder), overlap=False)
     assert engine_tokens(runner, overlap=True) == expected
     assert engine_tokens(runner, overlap=False) == expected
+    assert runner.num_graph_replays() > 0
 
 
 EVERYTHING = SamplingParams(
@@ -165,6 +158,7 @@ def test_a_launch_waits_for_nothing(folder: Path, sampling: SamplingParams) -> N
     for at in range(31, 40):
         launch(driver.step(1, [PENDING_TOKEN], at), driver.step(2, [PENDING_TOKEN], at + 9))
     assert len(collects) == 11
+    assert runner.num_graph_replays() > 0
 
 
 def test_every_feature_gives_the_tokens_of_the_cpu(folder: Path) -> None:
@@ -179,6 +173,7 @@ def test_every_feature_gives_the_tokens_of_the_cpu(folder: Path) -> None:
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
             assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-2)
+    assert runner.num_graph_replays() > 0
 
 
 def test_the_sampler_draws_the_tokens_of_the_cpu() -> None:
@@ -274,6 +269,7 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
         )
         for end, logits in mixed.items():
             assert torch.equal(logits, decoded[end]), (seed, end)
+    assert (runner.num_graph_replays() > 0) == captured
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ stream, the work that the stream was made to wait for, and all work whose end th
 launched it. Nothing else is ordered, as on a GPU whose streams run at any speed.
 """
 
+import itertools
 import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -231,6 +232,19 @@ class RecordingOrder(BlockOrder):
             operation = self._model.launch(kind)
             yield done
             operation.done = dict(stream.clock)
+
+
+def run_out_of_memory(patch: pytest.MonkeyPatch, at: int) -> None:
+    """Makes the copy of KV cache of this number, counted from 0, fail as on a full GPU."""
+    true = GpuKv._index
+    numbers = itertools.count()
+
+    def index(kv: GpuKv, *arguments: Any) -> tuple[Any, ...]:
+        if next(numbers) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+        return true(kv, *arguments)
+
+    patch.setattr(GpuKv, "_index", index)
 
 
 def put_on_gpu(kv: PagedKv, order: RecordingOrder) -> None:

@@ -141,7 +141,7 @@ class EventWaiter:
             try:
                 event.synchronize()
                 found = result()
-            except RuntimeError as error:  # of the device
+            except Exception as error:  # handed to the future
                 failure = error
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, done, found, failure)

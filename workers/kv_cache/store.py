@@ -79,14 +79,16 @@ class KvStore(Protocol):
 
         The copy has contiguous bytes of shape [num_layers, planes, num_tokens, num_slots,
         row_bytes].
-        Raises ValueError if the span or a block is out of range.
+        Raises ValueError if the span or a block is out of range, and MemoryError if the copy does
+        not fit into the memory of a GPU.
         """
         ...
 
     def write(self, table: TableBlocks, span: KvSpan, data: memoryview) -> None:
         """Writes a span from bytes in the form that `read` returns.
 
-        Raises ValueError if the length of `data` is not exactly the expected length.
+        Raises ValueError if the length of `data` is not exactly the expected length, and
+        MemoryError as `read`.
         """
         ...
 

@@ -3,7 +3,8 @@
 One launch replaces hundreds, whose cost dominates a small step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
@@ -47,6 +48,10 @@ def cuda_capture() -> Capture:
     def capture(launch: Launch) -> tuple[Callable[[], object], torch.Tensor]:
         # Triton compiles and cuBLAS allocates its workspace now; neither is allowed in a capture.
         launch()
+        # A capture that fails leaves torch's allocator capturing for the life of the process. So
+        # code that waits for the device must raise before the capture begins.
+        with no_waiting():
+            launch()
         graph = torch.cuda.CUDAGraph()
         # If a capture fails, torch.cuda.graph leaves its stream current; the outer block does not.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
@@ -54,6 +59,16 @@ def cuda_capture() -> Capture:
         return graph.replay, result
 
     return capture
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Makes calls that wait for the device raise RuntimeError, in all threads."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class DecodeGraphs:

@@ -263,8 +263,10 @@ class ModelRunner(Executor):
         """
         size = self.kv.block_size
         capacity = self.kv.num_blocks * size
+        # Positions beyond the context may have no embedding, and a GPU ends the process for them.
+        context = self.config.max_position_embeddings
         if not self.launches_ahead:
-            num_tokens = min(size, 16, capacity)
+            num_tokens = min(size, 16, capacity, context)
             with_state = self._states is not None
             for plan in typical_steps(
                 num_tokens, self.kv.tables, with_filters=False, with_state=with_state
@@ -272,9 +274,10 @@ class ModelRunner(Executor):
                 self.execute(plan)
             return
         limits = replace(limits, num_tokens=min(limits.num_tokens, capacity))
-        for plan in typical_steps(limits.num_tokens, self.kv.tables, with_filters=True):
+        longest = min(limits.num_tokens, context)
+        for plan in typical_steps(longest, self.kv.tables, with_filters=True):
             self.execute(plan)
-        for plan in largest_steps(limits, self.kv.tables):
+        for plan in largest_steps(limits, context, self.kv.tables):
             self.execute(plan)
 
     def capture_decodes(self, max_sequences: int) -> None:

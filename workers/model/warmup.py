@@ -61,21 +61,38 @@ def typical_steps(
     yield StepPlan(sequences=(), dropped=(-1,))
 
 
-def largest_steps(limits: StepLimits, tables: Sequence[TableSpec]) -> Iterator[StepPlan]:
+def largest_steps(
+    limits: StepLimits, context_tokens: int, tables: Sequence[TableSpec]
+) -> Iterator[StepPlan]:
     """Yields steps that need the most memory: `num_rows` prompts of `num_tokens` together.
 
     Every prompt ends and samples, with filters alone, and with penalties and log probabilities
-    besides. After that each sequence has a single token. The first prompt has most of the tokens.
-    All share its blocks: their contents do not matter.
+    besides. After that each sequence has a single token. The first prompts have most of the tokens,
+    at most `context_tokens` each. All share the same blocks: their contents do not matter.
     """
     ids = range(-limits.num_rows, 0)
-    longest = max(1, limits.num_tokens - limits.num_rows + 1)
+    lengths = _prompt_lengths(limits, context_tokens)
     for sampling in _LARGEST:
-        singles = tuple(_step(number, 1, tables, sampling) for number in ids)
-        prompt = _step(ids[0], longest, tables, sampling)
-        yield StepPlan(sequences=(prompt, *singles[1:]), dropped=())
-        yield StepPlan(sequences=singles, dropped=())
+        for counts in (lengths, [1] * len(ids)):
+            steps = zip(ids, counts, strict=True)
+            sequences = tuple(_step(number, count, tables, sampling) for number, count in steps)
+            yield StepPlan(sequences=sequences, dropped=())
     yield StepPlan(sequences=(), dropped=tuple(ids))
+
+
+def _prompt_lengths(limits: StepLimits, context_tokens: int) -> list[int]:
+    """Returns the lengths of `num_rows` prompts of `num_tokens` together, the longest ones first.
+
+    The sum is smaller if so many prompts of `context_tokens` have fewer tokens, and larger if there
+    is less than one token for each.
+    """
+    left = max(0, limits.num_tokens - limits.num_rows)  # beside the first token of each
+    lengths = []
+    for _ in range(limits.num_rows):
+        others = min(left, context_tokens - 1)
+        lengths.append(1 + others)
+        left -= others
+    return lengths
 
 
 def _step(

@@ -19,6 +19,7 @@ from ..model.footprint import CacheBytes, CacheCounts, MemoryUse, gib, memory_bu
 from ..model.parallel import Group
 from ..model.runner import ModelRunner
 from ..model.warmup import StepLimits
+from .process_group import TpGroup
 
 # The default on CPUs is at most this. All pages are taken when a worker starts, at about 2 GiB a
 # second, and a crashed worker should be back soon.
@@ -109,7 +110,7 @@ def host_counts(size: CacheSize, group: Group | None) -> CacheCounts:
 
 
 def gpu_blocks(
-    size: CacheSize, build: BuildRunners, memory: DeviceMemory, device: str, group: Group | None
+    size: CacheSize, build: BuildRunners, memory: DeviceMemory, device: str, group: TpGroup | None
 ) -> int:
     """Measures a GPU, and returns the number of blocks that every rank can have.
 
@@ -120,7 +121,7 @@ def gpu_blocks(
         f"a step of {size.limits.num_tokens} tokens and {size.limits.num_rows} sequences does not "
         "fit beside the weights; lower max_sequences or chunk_tokens, raise num_gpus"
     ):
-        use, scratch = measure(size, build, memory)
+        use, scratch = measure(size, build, memory, group)
     free, total = memory.free_and_total()
     budget = memory_budget(total, size.share, size.utilization)
     # Steps and graphs will need their memory again.
@@ -153,11 +154,13 @@ def gpu_blocks(
     return wanted
 
 
-def measure(size: CacheSize, build: BuildRunners, memory: DeviceMemory) -> tuple[MemoryUse, int]:
+def measure(
+    size: CacheSize, build: BuildRunners, memory: DeviceMemory, group: TpGroup | None
+) -> tuple[MemoryUse, int]:
     """Runs the largest steps and captures graphs with a temporary KV cache, then frees all.
 
-    Expects the weights on the GPU. Returns the memory of a rank, and the bytes beside a block that
-    steps over a full cache need.
+    Expects the weights on the GPU. Every rank of the group must call it. Returns the memory of a
+    rank, and the bytes beside a block that steps over a full cache need.
     """
     memory.release()  # loading may have needed more than the weights
     weights = memory.reserved()
@@ -165,11 +168,16 @@ def measure(size: CacheSize, build: BuildRunners, memory: DeviceMemory) -> tuple
     cache = memory.reserved()
     for runner in runners:
         runner.run_largest_steps(size.limits)
+    # Only rank 0 runs a draft model, for longer than a collective of the others would wait.
+    if group:
+        group.meet("stepped")
     activations = memory.reserved() - cache
     memory.release()  # as a capture does, so that the difference is the graphs' memory alone
     before = memory.reserved()
     for runner in runners:
         runner.capture_decodes(size.limits.num_rows)
+    if group:
+        group.meet("measured")
     after = memory.reserved()
     free, total = memory.free_and_total()
     rest = max(0, total - free - after)

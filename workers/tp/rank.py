@@ -190,6 +190,8 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
             group.meet("allocated")  # a rank may have pinned much more slowly than another one
         for each in (runner, *proposers):
             each.warmup(size.limits)
+        if group:
+            group.meet("warm")  # only rank 0 warms up a draft model
     return Rank(
         executor=_make_executor(config, runner, proposers),
         kv=runner.kv,

@@ -37,6 +37,10 @@ MEMORY_SIZES: Final[dict[str, type]] = {
 MEMORY_FIELDS: Final[dict[str, type]] = {**MEMORY_SIZES, "block_bytes": int}
 """The fields of `memory_description`."""
 
+# Frames that a rank copies at once within its GPU's memory, of which no part is kept for them.
+# With `IpcConnector.frame_bytes` they are 256 MiB.
+_DEVICE_FRAMES: Final = 4
+
 T = TypeVar("T")
 
 
@@ -77,6 +81,9 @@ class TransferContext:
     metrics: Metrics = NULL_METRICS
     clock: Callable[[], float] = time.monotonic
     leases: LeaseTable = field(init=False)
+    device_frames: asyncio.Semaphore = field(
+        init=False, default_factory=lambda: asyncio.Semaphore(_DEVICE_FRAMES)
+    )
     _resources: dict[str, asyncio.Future[Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -206,7 +213,8 @@ class KvConnector:
         """Returns the bytes of a data frame's span; the caller checks their length.
 
         `table` has the sender's blocks if the transport is one-sided. Raises TransferError,
-        ValueError for a span out of range, and TransportError if the transport failed.
+        ValueError for a span out of range, MemoryError if the bytes do not fit into the memory of a
+        GPU, and TransportError if the transport failed.
         """
         raise NotImplementedError
 

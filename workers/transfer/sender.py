@@ -202,8 +202,11 @@ class KvSender:
     async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
         """Answers one Pull stream. Raises TransferError for every failure."""
         async with aclosing(self._answer(aiter(incoming))) as frames:
-            async for frame in self.frame_hook(frames) if self.frame_hook else frames:
-                yield frame
+            try:
+                async for frame in self.frame_hook(frames) if self.frame_hook else frames:
+                    yield frame
+            except MemoryError as error:
+                raise TransferError(f"KV frame not copied: {error}") from error
 
     async def _answer(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         key, first = await receive(incoming, self.stall_seconds)

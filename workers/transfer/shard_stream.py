@@ -190,6 +190,9 @@ class ShardStream:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             self._count_failure()
             raise TransferError("KV stream broke") from error
+        except MemoryError as error:
+            self._count_failure()
+            raise TransferError(f"KV frame not copied: {error}") from error
         except TransferError:
             self._count_failure()
             raise

@@ -138,7 +138,8 @@ class IpcConnector(SharedMemoryConnector):
         self, stream: int, table: TableBlocks, data: Data, payload: memoryview
     ) -> "DeviceData":
         """Copies the span from the sender's memory to memory of this rank's GPU."""
-        return await self._gather(table, data)
+        async with self.context.device_frames:
+            return await self._gather(table, data)
 
 
 def host_id() -> str:

@@ -15,6 +15,7 @@ from tandem.tests.bench.engine.shapes import SHAPES, random_weight
 from tandem.tests.bench.engine.steps import BenchRunner
 from tandem.workers.model.config import ModelConfig
 from tandem.workers.model.costs.measure import best_seconds
+from tandem.workers.model.runner import ModelRunner
 
 T = TypeVar("T")
 
@@ -58,15 +59,24 @@ class Bench:
         with self.rows.open("a") as file:
             file.write(json.dumps({"name": name, **rounded}) + "\n")
 
+    def time(self, name: str, function: Callable[[], object], **facts: Any) -> None:
+        """Measures a call."""
+        self.row(name, **facts, ms=best_seconds(function, self.pick(0.2, 0.01)) * 1e3)
+
     def attempt(self, name: str, function: Callable[[], object], **facts: Any) -> None:
         """Measures a call that this device or this release of torch may not support."""
+        from triton.errors import TritonError  # not every part needs Triton
+
         try:
-            milliseconds = best_seconds(function, self.pick(0.2, 0.01)) * 1e3
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            self.time(name, function, **facts)
+        except (AttributeError, RuntimeError, TritonError, TypeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             self.row(name, **facts, note=f"not supported here: {reason[:120]}")
-            return
-        self.row(name, **facts, ms=milliseconds)
+
+    def check_graphs(self, runner: ModelRunner) -> None:
+        """Raises RuntimeError on a GPU if no step of the runner ran as a CUDA graph."""
+        if self.is_gpu and not runner.num_graph_replays():
+            raise RuntimeError("no step ran as a CUDA graph; the log has the reason")
 
     def memory_mib(self, *, peak: bool = False) -> float:
         """Returns the memory of tensors on a GPU, or of this process on a CPU."""

@@ -6,8 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Final
 
@@ -20,6 +19,7 @@ from tandem.tests.suite import run_pytest
 from tandem.tests.workers.model.helpers import Driver, prompt
 from tandem.workers.engine.plan import PENDING_TOKEN, SequenceStep, StepPlan
 from tandem.workers.model.costs.measure import matmul_rate, measure_memory
+from tandem.workers.model.graphs import no_waiting
 from tandem.workers.model.runner import ModelRunner
 
 _PACKAGES: Final = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "llguidance")
@@ -78,6 +78,7 @@ def smoke(bench: Bench) -> None:
             different_tokens=len(set(tokens)),
             mib=bench.memory_mib(),
         )
+        bench.check_graphs(runner)
 
 
 def _launch_steps(bench: Bench, runner: ModelRunner) -> list[int]:
@@ -87,25 +88,13 @@ def _launch_steps(bench: Bench, runner: ModelRunner) -> list[int]:
     collects = []
 
     def launch(step: SequenceStep) -> None:
-        with _no_waiting(bench):
+        with no_waiting() if bench.is_gpu else nullcontext():
             collects.append(runner.launch(StepPlan(sequences=(step,), dropped=())))
 
     launch(driver.step(1, prompt(30), 0))
     for at in range(30, 30 + _STEPS - 1):
         launch(driver.step(1, [PENDING_TOKEN], at))
     return [collect().tokens[0] for collect in collects]
-
-
-@contextmanager
-def _no_waiting(bench: Bench) -> Iterator[None]:
-    """Makes every wait for a GPU raise RuntimeError."""
-    if bench.is_gpu:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if bench.is_gpu:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def tests(bench: Bench) -> None:

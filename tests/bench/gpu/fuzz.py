@@ -15,6 +15,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.model.module import WeightSlice
 
 _NUM_BLOCKS: Final = 256
 _SEQUENCES: Final = 12
@@ -44,18 +45,30 @@ def measure(bench: Bench) -> None:
         seed += 1
     replays = {name: runner.runner.num_graph_replays() for name, runner in runners.items()}
     bench.row("equal tokens", seeds=seed, sequences=seed * _SEQUENCES, graph_replays=replays)
+    if bench.is_gpu:
+        bench.check_graphs(runners["graphs"].runner)
 
 
 def _load(device: torch.device) -> BenchRunner:
     return BenchRunner(
         SHAPES["tiny"],
-        random_weight,
+        read_weight,
         dtype="float32",
         device=device,
         num_blocks=_NUM_BLOCKS,
         chunk=64,
         exact=False,
     )
+
+
+def read_weight(part: WeightSlice, target: torch.Tensor) -> None:
+    """Implements `ReadWeight`: a weight has the same numbers on every device.
+
+    They are drawn on the CPU, because a GPU's generator gives other numbers for the same seed.
+    """
+    drawn = torch.empty(part.local_shape, dtype=target.dtype)
+    random_weight(part, drawn)
+    target.copy_(drawn)
 
 
 def _tokens(runner: BenchRunner, seed: int, chunk: int) -> dict[int, Sequence[int]]:

@@ -33,7 +33,7 @@ def measure(bench: Bench) -> None:
             steps = [_step(sampler, number, params) for number in range(num_rows)]
             bench.reset_peak()
             before = bench.memory_mib()
-            bench.attempt(f"{name}, {num_rows} rows", partial(sampler, logits, steps))
+            bench.time(f"{name}, {num_rows} rows", partial(sampler, logits, steps))
             if bench.is_gpu:
                 peak = bench.memory_mib(peak=True) - before
                 bench.row(f"{name}, {num_rows} rows: peak", mib=peak)

@@ -20,7 +20,7 @@ from tandem.tests.bench.engine.overlap import (
     start_worker,
 )
 from tandem.tests.bench.gpu.bench import Bench
-from tandem.tests.bench.gpu.kv import device_transports
+from tandem.tests.bench.gpu.kv import DEVICE_TRANSPORTS
 
 _ROUNDS: Final = 3
 _STREAM_PROMPT: Final = 16  # tokens
@@ -29,14 +29,14 @@ _FAILURE_SECONDS: Final = 60.0
 
 
 def measure(bench: Bench) -> None:
-    """Measures each transport with two lengths of prompts; over gRPC, kills the prefill worker."""
+    """Measures each transport with two lengths of prompts; over gRPC, kills the prefill worker.
+
+    Raises RuntimeError if a transport does not work.
+    """
     with TemporaryDirectory() as folder:
-        for transport in device_transports() if bench.is_gpu else ():
-            try:
-                asyncio.run(_measure(bench, transport, Path(folder)))
-            except (RuntimeError, TimeoutError) as error:
-                bench.row(f"{transport}: failed", error=str(error))
         asyncio.run(_measure(bench, "grpc", Path(folder), then_kill=True))
+        for transport in DEVICE_TRANSPORTS if bench.is_gpu else ():
+            asyncio.run(_measure(bench, transport, Path(folder)))
 
 
 @asynccontextmanager
@@ -87,10 +87,12 @@ async def _requests(
             each = await overlap.measure(prefill.session, decode.session, prompt, label, early=True)
             if turn >= 0:
                 found.append(each)
+    used = found[-1].received.transport
+    if used != transport:
+        raise RuntimeError(f"{name}: expected {transport}, but {used} was used")
     stalls = [await worker.take_stall() for worker in (prefill, decode)]
     bench.row(
         name,
-        transport=found[-1].received.transport,
         mb=found[-1].received.transfer_bytes / 1e6,
         first_token_ms=statistics.median(each.first_token for each in found) * 1e3,
         second_token_ms=statistics.median(each.second_token for each in found) * 1e3,

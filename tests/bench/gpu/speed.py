@@ -115,16 +115,18 @@ def _beside_a_busy_thread(bench: Bench, runner: ModelRunner, batch: int, context
         while not done.is_set():
             sum(range(100))
 
-    thread = threading.Thread(target=spin)
-    for name in ("alone", "beside a busy thread"):
-        if name != "alone":
-            thread.start()
-        driver = Driver(runner)
-        clock = Stopwatch()
-        for index in range(_STEPS):
-            plan = StepPlan(sequences=tuple(_decodes(driver, batch, context + index)), dropped=())
-            runner.launch(plan)()
-        bench.row(f"step of {batch} decodes, {name}", ms=clock.ms / _STEPS)
-        runner.launch(StepPlan(sequences=(), dropped=tuple(driver.tables)))()
-    done.set()
+    thread = threading.Thread(target=spin, daemon=True)
+    try:
+        for name in ("alone", "beside a busy thread"):
+            if name != "alone":
+                thread.start()
+            driver = Driver(runner)
+            clock = Stopwatch()
+            for index in range(_STEPS):
+                steps = tuple(_decodes(driver, batch, context + index))
+                runner.launch(StepPlan(sequences=steps, dropped=()))()
+            bench.row(f"step of {batch} decodes, {name}", ms=clock.ms / _STEPS)
+            runner.launch(StepPlan(sequences=(), dropped=tuple(driver.tables)))()
+    finally:
+        done.set()
     thread.join()

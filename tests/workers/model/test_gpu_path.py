@@ -4,6 +4,7 @@ tokens.
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,42 @@ def test_a_failed_capture_leaves_eager_steps(
     assert runner.num_graph_replays() == 0
 
 
+def test_code_that_waits_for_the_device_is_found_before_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A capture that fails leaves torch's allocator capturing for the life of the process."""
+    modes = ["default"]
+    captures: list[object] = []
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    def begin(graph: object, pool: object) -> nullcontext[None]:
+        assert modes[-1] == "default"
+        captures.append(graph)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", begin)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    capture = graphs.cuda_capture()
+
+    def wait() -> torch.Tensor:
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capture(wait)
+    assert (modes[-1], captures) == ("default", [])
+    _, result = capture(lambda: torch.ones(1))
+    assert result.item() == 1
+    assert len(captures) == 1
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_pending_tokens_never_leave_the_device(
     tmp_path: Path, on_gpu: None, captured: bool
@@ -209,6 +246,7 @@ def test_every_feature_gives_the_tokens_of_the_cpu(
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
             assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-3)
+    assert (runner.num_graph_replays() > 0) == captured
 
 
 def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
@@ -224,4 +262,5 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
         decoded = logits_by_position(runner, list(range(19)), 0, monkeypatch)
         mixed = logits_by_position(runner, cut(18, random.Random(1)), 2, monkeypatch)
         are_equal.append(all(torch.equal(logits, decoded[end]) for end, logits in mixed.items()))
+        assert runner.num_graph_replays() > 0
     assert are_equal == [True, False]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tandem.proto.limits import MIN_TEMPERATURE
 from tandem.tests.watermarks import WATERMARK
+from tandem.tests.workers.model import sampling_frequencies
 from tandem.tests.workers.model.sampling_frequencies import DEVICE, LEVEL, deviations
 from tandem.tests.workers.model.test_gumbel import logits_row
 from tandem.tests.workers.model.test_processors import expected_scores
@@ -34,6 +35,15 @@ from tandem.workers.model.sampling.sampler import Sampler
 
 MARGIN: Final = 1e-3
 """If two float64 numbers that decide a draw differ by less, rounding may decide it."""
+
+
+@pytest.mark.parametrize(("device", "tile"), [("cpu", 2**14), ("cuda", sampling._TILE)])
+def test_frequencies_on_a_gpu_are_those_of_the_tile_in_use(
+    monkeypatch: pytest.MonkeyPatch, device: str, tile: int
+) -> None:
+    monkeypatch.setattr(sampling_frequencies, "DEVICE", torch.device(device))
+    monkeypatch.setattr(sampling_frequencies, "deviation", lambda params, draws: sampling._TILE)
+    assert set(deviations(1)) == {tile}
 
 
 def sample_on_gpu(

@@ -3,20 +3,23 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.tests.imported import imported
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.tests.workers.spans import as_table, read_now, span
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
-from tandem.workers.kv_cache.tables import TableBlocks
+from tandem.workers.kv_cache.tables import TableBlocks, TableSpec
 from tandem.workers.model.device import enter_device
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.filters import has_filter
-from tandem.workers.model.warmup import StepLimits
+from tandem.workers.model.warmup import StepLimits, largest_steps
 from tandem.workers.tp.rank import RankConfig, enter_engine_thread
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=2**64 - 1)
@@ -173,11 +176,10 @@ def test_warmup_leaves_nothing_behind(folder: Path) -> None:
         )
 
 
-def test_warmup_on_a_gpu_takes_the_largest_steps_and_every_kernel(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk, single tokens, and greedy, random and filtered sampling; then all rows at once."""
-    runner = load(folder, num_blocks=200)
+def warmup_of_a_gpu(
+    runner: ModelRunner, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
+) -> list[StepPlan]:
+    """Warms up as on a GPU; returns the steps that had sequences."""
     monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
     launched: list[StepPlan] = []
     launch = runner.launch
@@ -187,8 +189,16 @@ def test_warmup_on_a_gpu_takes_the_largest_steps_and_every_kernel(
         return launch(plan, *rest)
 
     monkeypatch.setattr(runner, "launch", record)
-    runner.warmup(StepLimits(num_tokens=512, num_rows=9))
-    launched = [plan for plan in launched if plan.sequences]
+    runner.warmup(limits)
+    return [plan for plan in launched if plan.sequences]
+
+
+def test_warmup_on_a_gpu_takes_the_largest_steps_and_every_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk, single tokens, and greedy, random and filtered sampling; then all rows at once."""
+    runner = load(folder, num_blocks=200)
+    launched = warmup_of_a_gpu(runner, StepLimits(num_tokens=512, num_rows=9), monkeypatch)
     assert {(plan.num_tokens, len(plan.sequences)) for plan in launched} == {
         (512, 1),
         (1, 1),
@@ -202,6 +212,32 @@ def test_warmup_on_a_gpu_takes_the_largest_steps_and_every_kernel(
     assert any(kind.needs_history and kind.logprobs and kind.top_p < 1 for kind in kinds if kind)
     small = load(folder, num_blocks=3)
     small.warmup()  # no more than its memory holds
+
+
+def test_warmup_on_a_gpu_stays_within_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A position that the model has not learned raises here; on a GPU it ends the process."""
+    runner = load(make_tiny_decoder(tmp_path, "gpt2", max_position_embeddings=24), num_blocks=200)
+    launched = warmup_of_a_gpu(runner, StepLimits(num_tokens=64, num_rows=9), monkeypatch)
+    assert {(plan.num_tokens, len(plan.sequences)) for plan in launched} == {
+        (24, 1),
+        (1, 1),
+        (64, 9),
+        (9, 9),
+    }
+
+
+@given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 100))
+def test_the_largest_step_has_all_tokens_in_prompts_within_the_context(
+    num_tokens: int, num_rows: int, context: int
+) -> None:
+    limits = StepLimits(num_tokens=num_tokens, num_rows=num_rows)
+    first = next(largest_steps(limits, context, (TableSpec(block_size=16),)))
+    lengths = [len(step.token_ids) for step in first.sequences]
+    assert len(lengths) == num_rows
+    assert 1 <= min(lengths) <= max(lengths) <= context
+    assert sum(lengths) == max(num_rows, min(num_tokens, num_rows * context))
 
 
 def test_each_thread_that_uses_a_gpu_makes_it_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

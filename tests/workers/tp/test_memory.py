@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tandem.tests.peers import IDENTITY
+from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.fake_cuda import Watch, fake_cuda, real
 from tandem.tests.workers.model.test_fake_cuda import config_of, record
 from tandem.workers.kv_cache.layout import KvLayout
@@ -21,6 +24,7 @@ from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.warmup import StepLimits
 from tandem.workers.tp import memory
 from tandem.workers.tp.memory import CacheSize, gpu_blocks, host_counts, measure
+from tandem.workers.tp.rank import RankConfig, load_rank
 
 GIB = 2**30
 LIMITS = StepLimits(num_tokens=2000, num_rows=100)
@@ -97,7 +101,7 @@ def test_the_cache_gets_what_the_measured_parts_leave() -> None:
 
 def test_the_measured_parts() -> None:
     gpu = StandIn()
-    use, scratch = measure(cache_size(), gpu.build, gpu)
+    use, scratch = measure(cache_size(), gpu.build, gpu, None)
     parts = (use.weights, use.activations, use.graphs, use.rest)
     assert parts == (16 * GIB, 2 * GIB, GIB // 2, GIB)
     assert (use.total, scratch) == (sum(parts), BLOCK // 64)
@@ -146,12 +150,22 @@ def test_a_size_that_is_set_is_checked_against_the_same_sum() -> None:
 
 
 class Ranks:
-    """A group whose other rank has measured `numbers`."""
+    """A group whose other rank has measured `numbers`; records what waits for the other rank."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    rank = 0
+    size = 1  # as a model is split that is loaded here
+
+    def __init__(self, numbers: Sequence[int], events: list[object] | None = None) -> None:
         self.numbers = torch.tensor(numbers)
+        self.events = [] if events is None else events
+
+    def connect(self) -> None: ...
+
+    def meet(self, stage: str) -> None:
+        self.events.append(stage)
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.events.append("collective")
         return [x, self.numbers]
 
 
@@ -162,6 +176,38 @@ def test_all_ranks_have_the_cache_of_the_fullest() -> None:
     group = Ranks([0, GIB, 30 * GIB, 0, 0, 0])
     with pytest.raises(ValueError, match=r"1\.00 GiB that a rank may use .* 30\.00 GiB of weights"):
         gpu_blocks(cache_size(), gpu.build, gpu, "cpu", group)
+
+
+def test_ranks_meet_after_each_part_of_the_measurement() -> None:
+    """Rank 0 runs a draft model alone, for longer than a collective waits."""
+    gpu = StandIn()
+    group: Any = Ranks([7, 0, 0, 0, 0, 0], gpu.events)
+
+    def build(num_blocks: int) -> list[Any]:
+        return [StandInRunner(gpu, num_blocks), StandInRunner(gpu, num_blocks)]
+
+    gpu_blocks(cache_size(), build, gpu, "cpu", group)
+    assert [event for event in gpu.events if event != "release"] == [
+        *([LIMITS] * 2),
+        "stepped",
+        *([("capture", 100)] * 2),
+        "measured",
+        "collective",
+    ]
+
+
+def test_ranks_meet_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = Ranks([])
+    monkeypatch.setattr(ModelRunner, "warmup", lambda runner, limits: group.events.append(runner))
+    folder = str(make_tiny_model(tmp_path, num_hidden_layers=1))
+    config = RankConfig(
+        model=folder, draft_model=folder, identity=IDENTITY, dtype="float32", kv_cache_bytes=2**20
+    )
+    rank = load_rank(config, group)
+    assert rank.num_blocks > 0
+    first, model, draft, last = group.events
+    assert (first, last) == ("allocated", "warm")
+    assert model is not draft
 
 
 def test_a_step_that_does_not_fit_says_so() -> None:
@@ -308,7 +354,7 @@ def test_steps_on_a_fake_gpu_stay_within_the_budget(
         def build(num_blocks: int) -> list[ModelRunner]:
             return [ModelRunner.over(loaded, num_blocks=num_blocks, block_size=16)]
 
-        use, scratch = measure(size, build, gpu)
+        use, scratch = measure(size, build, gpu, None)
         assert use.rest == 0
         assert min(use.weights, use.activations, use.graphs, scratch) > 0
         # Logits of all rows, as scores in float32.

@@ -12,14 +12,21 @@ import torch
 
 from tandem.tests.waits import WAIT
 from tandem.tests.workers.spans import span
-from tandem.tests.workers.stream_model import Event, RecordingOrder, StreamModel, put_on_gpu
+from tandem.tests.workers.stream_model import (
+    Event,
+    RecordingOrder,
+    StreamModel,
+    put_on_gpu,
+    run_out_of_memory,
+)
 from tandem.tests.workers.transfer.played_nccl import play_nccl
 from tandem.tests.workers.transfer.test_connections import NUM_BLOCKS, NUM_TOKENS, Two, memory, two
-from tandem.workers.host.streams import DeviceData, device_checksum
+from tandem.workers.host.streams import DeviceData, EventWaiter, device_checksum
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv.store import PagedKv
+from tandem.workers.transfer.frames import TransferError
 
 
 @pytest.fixture
@@ -92,6 +99,17 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(
         assert pair.used == []
 
 
+@pytest.mark.parametrize("at", [0, 1])  # the sender's read, the receiver's write
+async def test_a_gpu_without_memory_for_a_frame_fails_one_transfer(
+    model: StreamModel, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    async with between_gpus(model, ()) as pair:
+        run_out_of_memory(monkeypatch, at)
+        with pytest.raises(TransferError):
+            await pair.move(0)
+        assert (await pair.move(1)).transport == "grpc"
+
+
 async def test_the_event_loop_runs_while_the_gpu_reads(
     model: StreamModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +124,19 @@ async def test_the_event_loop_runs_while_the_gpu_reads(
     ended.set()
     assert (await reading).nbytes == span(kv, 0, 8).size(kv.layout)
     assert in_time == [True]
+
+
+async def test_an_error_in_a_waiting_thread_reaches_the_caller(model: StreamModel) -> None:
+    """More often than there are threads."""
+
+    def fail() -> None:
+        raise ValueError("no result")
+
+    waiter = EventWaiter()
+    for _ in range(9):
+        with pytest.raises(ValueError, match="no result"):
+            async with asyncio.timeout(WAIT):
+                await waiter.wait(Event(model), fail)
 
 
 def test_each_changed_or_exchanged_word_changes_the_checksum() -> None:

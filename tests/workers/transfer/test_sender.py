@@ -83,6 +83,21 @@ async def test_an_acknowledged_transfer_is_released_once() -> None:
     assert (side.sender.num_offers, side.sender.num_streams) == (0, 0)
 
 
+async def test_a_frame_without_memory_for_its_copy_ends_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*place: object) -> None:
+        raise MemoryError("the GPU has no memory left to copy KV cache")
+
+    side = Side()
+    side.finish()
+    side.say(OPEN, PULL)
+    monkeypatch.setattr(side.kv, "read", fail)
+    with pytest.raises(TransferError, match="not copied: the GPU has no memory left"):
+        await side.answers()
+    assert (side.released, side.sender.num_offers, side.sender.num_streams) == ([], 1, 0)
+
+
 async def test_a_stream_that_ends_without_an_ack_starts_the_lease_again() -> None:
     side = Side(lease_seconds=0.02)
     side.finish()

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tandem.proto import worker_pb2
 from tandem.tests.waits import WAIT, line_of
 from tandem.tests.workers.spans import read_now, span
+from tandem.tests.workers.stream_model import run_out_of_memory
 from tandem.tests.workers.transfer.played import (
     EPOCH,
     Calls,
@@ -32,7 +33,8 @@ from tandem.tests.workers.transfer.played import (
 )
 from tandem.tests.workers.transfer.played_ipc import Held, play_ipc
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.host.streams import DeviceData
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv.gpu import GpuKv
 from tandem.workers.model.kv.store import PagedKv
@@ -51,7 +53,7 @@ from tandem.workers.transfer.frames import (
 from tandem.workers.transfer.leases import LeaseTable
 from tandem.workers.transfer.receiver import KvReceiver
 from tandem.workers.transfer.sender import FrameHook
-from tandem.workers.transfer.shared_memory import SharedMemoryConnector
+from tandem.workers.transfer.shared_memory import IpcConnector, SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(
     num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m"
@@ -361,6 +363,53 @@ async def test_a_cancelled_copy_writes_nothing(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(100):
         await asyncio.sleep(0)
     assert torch.equal(target.data.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("at", [0, 1])  # the copy of the sender's blocks, the write
+async def test_a_gpu_without_memory_for_a_frame_fails_the_transfer(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    play_ipc(monkeypatch)
+    run_out_of_memory(monkeypatch, at)
+    with pytest.raises(TransferError, match="the GPU has no memory left"):
+        await P2pGroup(memory(seed=1), memory(), "ipc").move((1, 2), (3, 4), 8)
+
+
+async def test_few_frames_are_in_a_gpu_s_memory_at_once() -> None:
+    """Whatever the number of transfers: no memory is kept for frames."""
+    connector = IpcConnector(TransferContext(kv=memory()), "ipc")
+    num_copies = 0
+    let_go = asyncio.Event()
+
+    async def gather(table: TableBlocks, part: KvSpan) -> DeviceData:
+        nonlocal num_copies
+        num_copies += 1
+        await let_go.wait()
+        return DeviceData(torch.zeros(1, dtype=torch.uint8), checksum=0)
+
+    connector._gather = gather
+    frame = Data(
+        index=0,
+        first_layer=0,
+        num_layers=1,
+        first_token=0,
+        num_tokens=1,
+        first_slot=0,
+        num_slots=1,
+        num_bytes=1,
+        burst=0,
+        age=0.0,
+    )
+    fetches = [
+        asyncio.create_task(connector.fetch(1, TableBlocks((0,)), frame, memoryview(b"")))
+        for _ in range(20)
+    ]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert num_copies == 4
+    let_go.set()
+    await asyncio.gather(*fetches)
+    assert num_copies == 20
 
 
 async def connect(context: TransferContext, description: dict[str, Any]) -> SharedMemoryConnector:

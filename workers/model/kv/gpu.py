@@ -1,6 +1,7 @@
 """Reads and writes KV cache in a GPU's memory, beside the steps."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 
@@ -31,6 +32,15 @@ def split_scales(cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torc
     if cache.dtype is torch.uint8:
         numbers = numbers.view(torch.float8_e4m3fn)
     return numbers, flat[..., block_size * head_dim :].view(torch.bfloat16)
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raises MemoryError in place of torch's OutOfMemoryError: transfers do not import torch."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError("the GPU has no memory left to copy KV cache") from error
 
 
 class GpuKv:
@@ -75,6 +85,7 @@ class GpuKv:
 
         return self._copy_out(table, span, keep)
 
+    @_memory_errors()
     def write(self, table: TableBlocks, span: KvSpan, data: memoryview | DeviceData) -> None:
         check_group(self._layout, span)
         lane = self._writers(table, self._block_sizes[span.group])
@@ -96,6 +107,7 @@ class GpuKv:
             for part, new in zip(parts, torch.split(source, sizes, -1), strict=True):
                 part[index] = new
 
+    @_memory_errors()
     def _copy_out(
         self,
         table: TableBlocks,
