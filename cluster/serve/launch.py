@@ -34,6 +34,7 @@ from .ray_internals import begin_delete, serve_http_address
 from .ray_session import has_ended, in_one_line, joined_ray, local_ray
 from .redeploy import (
     applications_of,
+    is_ending,
     is_replaced,
     retire,
     running_application,
@@ -298,7 +299,7 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
         if replaced:
             return
         begin_delete(application)
-        while not given_up.is_set() and application in serve.status().applications:
+        while not given_up.is_set() and is_ending(config.name, application):
             given_up.wait(_DELETE_CHECK_SECONDS)
         if not given_up.is_set() and not applications_of(config.name):
             close_directory(config.name)  # no heartbeat opens it again now

@@ -150,7 +150,7 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
     """Drains the workers of a replaced application, then deletes it.
 
     `router` belongs to the application that replaces it. Waits at most `seconds` after the drain
-    for the end.
+    for the end. A signal deletes the application as well: its drained workers refuse everything.
     """
     try:
         left = router.drain_others.remote(DRAIN_SECONDS).result(
@@ -160,7 +160,8 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
             log.warning("%d requests are left at the replaced workers", left)
     except Exception as error:  # other workers recompute the streams, whatever failed
         log.warning("the replaced workers did not drain: %s", type(error).__name__)
-    begin_delete(application)
+    finally:
+        begin_delete(application)
     gone = threading.Event()
     for _ in range(round(seconds / _CHECK_SECONDS) or 1):
         if application not in serve.status().applications:
@@ -193,6 +194,14 @@ def watched_successor(
     finally:
         stopped.set()
         thread.join(_CHECK_SECONDS)
+
+
+def is_ending(service: str, application: str) -> bool:
+    """Returns True while the application exists, or only ending ones of its service exist."""
+    found = serve.status().applications
+    names = in_order(service, found)
+    is_last = all(found[name].status == "DELETING" for name in names)
+    return application in found or (bool(names) and is_last)
 
 
 def is_replaced(service: str, application: str) -> bool:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.serve import identity_file, redeploy
+from tandem.cluster.serve import identity_file, launch, redeploy
 from tandem.cluster.serve.identity_file import kept_salt
 from tandem.cluster.serve.members import Continuity, Members, RouterInfo
 from tandem.cluster.serve.status import following
@@ -77,6 +77,42 @@ def test_only_a_later_deployment_replaces_one_that_goes(
     assert not redeploy.is_replaced("a", "a")
     applications["a"] = SimpleNamespace(status="DELETING")
     assert redeploy.is_replaced("a", "a")
+
+
+def test_a_signal_during_the_drain_ends_the_replaced_application_as_well(
+    applications: dict[str, SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers drain without end: alone it would refuse everything."""
+    deleted: list[str] = []
+    monkeypatch.setattr(redeploy, "begin_delete", deleted.append)
+    router = Mock()
+    router.drain_others.remote.return_value.result.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        redeploy.retire("a", router, 1.0)
+    assert deleted == ["a"]
+
+
+def test_the_last_application_waits_for_others_that_end_and_closes_the_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not wait for an application that it failed to replace."""
+    ending = SimpleNamespace(status="DELETING")
+    running = SimpleNamespace(status="RUNNING")
+    both = {"a": ending, "a.2": ending}
+    statuses: list[dict[str, SimpleNamespace]] = []
+    closed: list[str] = []
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications=statuses.pop(0)))
+    monkeypatch.setattr(launch, "begin_delete", lambda name: None)
+    monkeypatch.setattr(launch, "close_directory", closed.append)
+    monkeypatch.setattr(launch, "_DELETE_CHECK_SECONDS", 0.0)
+    config = load_config(None, {"model": "m", "name": "a"})
+    statuses += [both, both, {"a": ending}, {"a": ending}, {}, {}]
+    assert launch._stop_service(config, "a.2")
+    assert closed == ["a"]
+    statuses += [both, {"a": running}, {"a": running}]
+    assert launch._stop_service(config, "a.2")
+    assert closed == ["a"]
+    assert not statuses
 
 
 def test_another_model_or_a_ray_that_ends_is_refused() -> None:
