@@ -11,12 +11,14 @@ from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
+import ray
 from starlette.requests import Request
 
 from tandem.cluster.cli.client import _worker_table
 from tandem.cluster.config import PoolRole, TandemConfig, load_config
 from tandem.cluster.local.worker import worker_config
 from tandem.cluster.serve import app, launch
+from tandem.cluster.serve.directory import DirectoryClient
 from tandem.cluster.serve.members import Continuity, Directory, Members
 from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
@@ -151,6 +153,39 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
         await exited.wait()
         await asyncio.gather(*tasks)
     assert calls[-2:] == ["remove", "exit 1"]
+
+
+async def test_a_replica_whose_task_has_failed_still_stops_its_server_in_order(
+    config: TandemConfig,
+) -> None:
+    """Serve awaits `__del__` of a replica that is not healthy, and Ray may still be failing."""
+
+    async def fail() -> None:
+        raise ray.exceptions.WorkerCrashedError
+
+    stopped: list[float] = []
+
+    async def stop(seconds: float) -> None:
+        stopped.append(seconds)
+
+    directory = DirectoryClient("tandem")
+    directory._handle = SimpleNamespace(remove=SimpleNamespace(remote=lambda member: fail()))
+    running = asyncio.create_task(asyncio.Event().wait())
+    failed = asyncio.create_task(fail())
+    await asyncio.wait([failed])
+    replica: Any = SimpleNamespace(
+        _tasks=[running, failed],
+        _stop_server=stop,
+        _directory=directory,
+        _member_id="w",
+        _config=config,
+    )
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        app.Replica.check_health(replica)
+    await app.Replica.__del__(replica)
+    assert stopped == [config.grace_seconds]
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 def test_a_router_loads_no_torch() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -379,3 +380,40 @@ async def test_calls_without_a_gcs_server_wait_for_one_thread(
     assert await client.changes() is opening.changes
     assert opening.num_calls == (1 if error is None else 2)
     assert not problems
+
+
+class MethodError(ray.exceptions.RayTaskError, TypeError):
+    """The error of a method, as Ray raises it; for instance of another release's directory."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.WorkerCrashedError(),
+        ray.exceptions.OwnerDiedError("0", None, ""),
+        MethodError(),
+        ray.exceptions.ActorHandleNotFoundError("the actor has ended"),
+        ValueError("no actor of this name"),
+        TimeoutError(),
+    ],
+)
+async def test_whatever_ray_raises_the_directory_is_unavailable_and_opened_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Any other exception would end the replica's background tasks, and so the replica."""
+
+    async def fail() -> None:
+        raise error
+
+    opening = Opening()
+    opening.may_end.set()
+    monkeypatch.setattr(directory_client, "open_directory", opening)
+    client = DirectoryClient("a")
+    client._handle = SimpleNamespace(changes=SimpleNamespace(remote=fail))
+    with pytest.raises(Unavailable, match=type(error).__name__):
+        await client.changes()
+    assert await client.changes() is opening.changes
