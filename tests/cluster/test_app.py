@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
@@ -135,6 +135,7 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
         worker_id="w",
         info=worker_pb2.WorkerInfo,
         stop=asyncio.Event().wait,
+        check_health=lambda: None,
     )
     directory = SimpleNamespace(
         register=partial(record, "register"), remove=partial(record, "remove")
@@ -153,6 +154,34 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
         await exited.wait()
         await asyncio.gather(*tasks)
     assert calls[-2:] == ["remove", "exit 1"]
+
+
+async def test_an_engine_that_hangs_ends_its_worker_without_the_serve_controller(
+    config: TandemConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the controller calls the replica's health check."""
+    exited = asyncio.Event()
+    monkeypatch.setattr("os._exit", lambda code: exited.set())
+    monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.01)
+    failed = asyncio.Event()
+    checks: list[str] = []
+
+    def check_health() -> None:
+        checks.append("hangs" if len(checks) == 2 else "runs")
+        if checks[-1] == "hangs":
+            failed.set()
+            raise RuntimeError("the engine of w has failed")
+
+    worker: Any = SimpleNamespace(
+        failed=failed, worker_id="w", stop=AsyncMock(), check_health=check_health
+    )
+    replica: Any = SimpleNamespace(_directory=SimpleNamespace(remove=AsyncMock()))
+    async with asyncio.timeout(WAIT):
+        await app.WorkerPool._exit_on_failure(replica, worker)
+    assert exited.is_set()
+    assert checks == ["runs", "runs", "hangs"]
+    worker.stop.assert_awaited_once()
+    replica._directory.remove.assert_awaited_once_with("w")
 
 
 async def test_a_replica_whose_task_has_failed_still_stops_its_server_in_order(
