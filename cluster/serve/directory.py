@@ -79,9 +79,15 @@ class DirectoryClient:
         shared = (
             (blocked_prompts.remaining(), adapters.shared()) if watcher.may_know_more else ({}, {})
         )
-        changes = await self._call("watch", watcher.version, timeout, router, *shared, wait=timeout)
+        watcher.may_know_more = False  # before the call: a report may fail while it waits
+        try:
+            changes = await self._call(
+                "watch", watcher.version, timeout, router, *shared, wait=timeout
+            )
+        except Unavailable:
+            watcher.may_know_more = True
+            raise
         self._next_poll = time.monotonic() + _PAUSE_SECONDS
-        watcher.may_know_more = False
         blocked_prompts.learn(changes.blocked)
         adapters.learn(changes.adapters)
         return watcher.apply(changes)
