@@ -33,6 +33,7 @@ from .ranks import ray_dashboard_url
 from .ray_internals import begin_delete, serve_http_address
 from .ray_session import has_ended, in_one_line, joined_ray, local_ray
 from .redeploy import (
+    announced,
     applications_of,
     is_ending,
     is_replaced,
@@ -150,15 +151,19 @@ def start_service(
             if local:
                 open_directory(config.name, config.storage)  # it starts beside Serve
             root_url = _start_serve(config, local=local)
-            running = running_application(config.name)
+            running = running_application(config.name, config.start_seconds)
             continuity = take_over(config, folder, running, local=local)
         application = following(config.name, running)
         status_url = f"{root_url}/{application}"
+        replacing = stack.enter_context(ExitStack())
+        if running is not None:
+            replacing.enter_context(announced(application))
         try:
             # While one deployment replaces another, the status page of either may answer.
             with kept_identity(continuity.identity, status_url):
                 with in_one_line("the service did not start"):
                     grpc, http, ops = _deploy(config, folder, application, running, continuity)
+                replacing.close()
                 yield Service(
                     config=config,
                     grpc_addresses=grpc,
