@@ -4,7 +4,7 @@ from typing import Final
 
 from ...proto.identity import PeerIdentity
 from ...workers.engine.block_table import NUM_STATES, PREFILL_STATES
-from ...workers.engine.config import Budgets, SpeculativeConfig
+from ...workers.engine.config import Budgets, SpeculativeConfig, has_burst_chunks
 from ...workers.engine.plan import CpuShare
 from ...workers.host.threads import available_cores
 from ...workers.serve.worker import RoleConfig, WorkerConfig
@@ -109,8 +109,7 @@ def _role_config(
         chunk_tokens=config.chunk_tokens(pool, num_threads),
         mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
         mixed_step_factor=pool.mixed_step_factor,
-        # With a prefill pool, the decode pool is for short gaps between tokens.
-        burst_chunks=not config.prefill.max_replicas,
+        burst_chunks=has_burst_chunks(config.prefill.max_replicas),
         max_sequences=config.max_sequences(pool),
         prefix_caching=config.prefix_caching,
         speculative=speculative,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...proto.errors import InvalidArgument
 from ...router.fields import error_text
-from ...workers.engine.config import Budgets
+from ...workers.engine.config import Budgets, has_burst_chunks
 from ..sim.cost import (
     LEAST_SAMPLES,
     ServiceCosts,
@@ -46,8 +46,9 @@ class ProfiledBudgets(BaseModel):
     mixed_step_factor: float | None
     max_sequences: int
 
-    def as_budgets(self, *, burst_chunks: bool) -> Budgets:
-        """Returns the budgets of an engine. `burst_chunks`: of a service without a prefill pool."""
+    def as_budgets(self, num_prefill_workers: int) -> Budgets:
+        """Returns the budgets of an engine of a service with so many prefill workers."""
+        burst_chunks = has_burst_chunks(num_prefill_workers)
         return Budgets(**self.model_dump(), burst_chunks=burst_chunks)
 
 

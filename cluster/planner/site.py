@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from ...proto.errors import InvalidArgument
-from ...workers.engine.config import Budgets
+from ...workers.engine.config import Budgets, has_burst_chunks
 from ...workers.model.costs.inference import InferenceCost
 from ...workers.model.costs.roofline import Device
 from ...workers.model.footprint import CacheBytes, memory_budget
@@ -83,7 +83,7 @@ class MeasuredSite:
         pool = SimulatedPool(
             workers=split.decode,
             num_blocks=worker.num_blocks,
-            budgets=worker.budgets.as_budgets(burst_chunks=not split.prefill),
+            budgets=worker.budgets.as_budgets(split.prefill),
             overlap=worker.overlap,
         )
         service = SimulatedService(
@@ -128,7 +128,7 @@ class ArithmeticSite:
             chunk_tokens=config.chunk_tokens(pool, 0),
             mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
             mixed_step_factor=pool.mixed_step_factor,
-            burst_chunks=not split.prefill,
+            burst_chunks=has_burst_chunks(split.prefill),
             max_sequences=config.max_sequences(pool),
         )
         num_blocks = self._num_blocks(split.tp)

@@ -204,8 +204,16 @@ class WorkerPool(Replica):
         return {} if self._worker is None else worker_report(self._worker.info())
 
     async def _exit_on_failure(self, worker: "Worker") -> None:
-        """Ends the process if the engine fails or loses a rank; Serve starts another replica."""
-        await worker.failed.wait()
+        """Ends the process if the engine fails, hangs or loses a rank; Serve replaces the replica.
+
+        It checks the engine, because Serve does so only while its controller runs.
+        """
+        while not worker.failed.is_set():
+            with suppress(RuntimeError):  # `failed` is set now
+                worker.check_health()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await worker.failed.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SECONDS):
                 await asyncio.gather(

@@ -42,8 +42,8 @@ One answer contains all changes of this time, for instance if all members join a
 class DirectoryClient:
     """Calls the directory's actor with deadlines, and opens it again if it is lost.
 
-    Every method raises Unavailable if the directory does not answer in time; Ray restarts it, or a
-    later call starts a new one.
+    Every method raises Unavailable if the directory does not answer in time or Ray fails; Ray
+    restarts the directory, or a later call starts a new one.
     """
 
     def __init__(self, service: str, storage: StorageConfig = StorageConfig()) -> None:
@@ -79,9 +79,15 @@ class DirectoryClient:
         shared = (
             (blocked_prompts.remaining(), adapters.shared()) if watcher.may_know_more else ({}, {})
         )
-        changes = await self._call("watch", watcher.version, timeout, router, *shared, wait=timeout)
+        watcher.may_know_more = False  # before the call: a report may fail while it waits
+        try:
+            changes = await self._call(
+                "watch", watcher.version, timeout, router, *shared, wait=timeout
+            )
+        except Unavailable:
+            watcher.may_know_more = True
+            raise
         self._next_poll = time.monotonic() + _PAUSE_SECONDS
-        watcher.may_know_more = False
         blocked_prompts.learn(changes.blocked)
         adapters.learn(changes.adapters)
         return watcher.apply(changes)
@@ -148,7 +154,8 @@ class DirectoryClient:
             async with asyncio.timeout(CALL_SECONDS + wait):
                 handle = self._handle if self._handle is not None else await self._open()
                 return await getattr(handle, method).remote(*args)
-        except (ray.exceptions.RayActorError, TimeoutError) as error:
+        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+            # Ray raises ValueError for an actor that ends while it is opened.
             self._handle = None
             raise Unavailable(f"the directory does not answer ({type(error).__name__})") from error
 

@@ -33,7 +33,9 @@ from .ranks import ray_dashboard_url
 from .ray_internals import begin_delete, serve_http_address
 from .ray_session import has_ended, in_one_line, joined_ray, local_ray
 from .redeploy import (
+    announced,
     applications_of,
+    is_ending,
     is_replaced,
     retire,
     running_application,
@@ -149,15 +151,19 @@ def start_service(
             if local:
                 open_directory(config.name, config.storage)  # it starts beside Serve
             root_url = _start_serve(config, local=local)
-            running = running_application(config.name)
+            running = running_application(config.name, config.start_seconds)
             continuity = take_over(config, folder, running, local=local)
         application = following(config.name, running)
         status_url = f"{root_url}/{application}"
+        replacing = stack.enter_context(ExitStack())
+        if running is not None:
+            replacing.enter_context(announced(application))
         try:
             # While one deployment replaces another, the status page of either may answer.
             with kept_identity(continuity.identity, status_url):
                 with in_one_line("the service did not start"):
                     grpc, http, ops = _deploy(config, folder, application, running, continuity)
+                replacing.close()
                 yield Service(
                     config=config,
                     grpc_addresses=grpc,
@@ -298,7 +304,7 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
         if replaced:
             return
         begin_delete(application)
-        while not given_up.is_set() and application in serve.status().applications:
+        while not given_up.is_set() and is_ending(config.name, application):
             given_up.wait(_DELETE_CHECK_SECONDS)
         if not given_up.is_set() and not applications_of(config.name):
             close_directory(config.name)  # no heartbeat opens it again now

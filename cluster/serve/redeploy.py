@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
 from ..config import TandemConfig
+from .directory import NAMESPACE
 from .identity_file import kept_salt, read_identity
 from .members import Continuity
 from .peer_tls import peer_tls
@@ -42,23 +43,84 @@ def applications_of(service: str) -> list[str]:
     return in_order(service, serve.status().applications)
 
 
-def running_application(service: str) -> str | None:
+def running_application(service: str, seconds: float) -> str | None:
     """Returns the running application of a service, or None.
 
-    Raises Unavailable if it is being replaced already. A command that died meanwhile leaves both
-    applications, so the message has the command that deletes the one that is needed less.
+    If a command has died while it replaced the service, first ends one of the two applications.
+    Raises Unavailable if a living command replaces the service, or if that end takes longer than
+    `seconds`.
+    """
+    names = applications_of(service)
+    if len(names) < 2:
+        return names[0] if names else None
+    if _is_announced(names[-1]):
+        raise Unavailable(
+            f"name: the service {service!r} is being replaced already: it has the applications "
+            f"{' and '.join(names)}; wait for the command that replaces it, or end that command"
+        )
+    _end_needless(service, seconds)
+    left = applications_of(service)
+    if len(left) > 1:
+        raise Unavailable(
+            f"name: the service {service!r} still has the applications {' and '.join(left)}, but "
+            "no command replaces it any more; start the service again when one of them has ended"
+        )
+    return left[0] if left else None
+
+
+def _end_needless(service: str, seconds: float) -> None:
+    """Ends one of the service's two applications, which no command replaces any more.
+
+    This is the new one if it is not ready yet; otherwise the old one, which may be drained.
     """
     found = serve.status().applications
     names = in_order(service, found)
-    if len(names) > 1:
-        needless = names[0] if found[names[-1]].status == "RUNNING" else names[-1]
+    if len(names) < 2:
+        return
+    old, new = names[0], names[-1]
+    log.warning("the command that replaced %s by %s has ended too early", old, new)
+    if found[new].status == "RUNNING" or found[old].status == "DELETING":
+        retire(old, serve.get_app_handle(new), seconds)
+    else:
+        begin_delete(new)
+        _wait_until_gone(new, seconds)
+
+
+class Replacement:
+    """Runs in an actor as long as the command that replaces a service. Has no methods."""
+
+
+@contextmanager
+def announced(application: str) -> Iterator[None]:
+    """Tells other commands that this process replaces a service by `application`.
+
+    Ray ends the actor that tells it with this process, also if the process is killed. Raises
+    Unavailable if another process has announced the application.
+    """
+    actor = ray.remote(Replacement)
+    try:
+        handle = actor.options(
+            name=_announcement(application), namespace=NAMESPACE, num_cpus=0, max_restarts=-1
+        ).remote()
+    except ValueError:
         raise Unavailable(
-            f"name: the service {service!r} is being replaced already: it has the applications "
-            f"{' and '.join(names)}; wait for the command that replaces it, or, if that command "
-            f"has died, delete {needless}: RAY_ADDRESS=CLUSTER python -c "
-            f"\"from ray import serve; serve.delete('{needless}')\""
-        )
-    return names[0] if names else None
+            f"name: another command starts {application} already; wait for it, or end it"
+        ) from None
+    yield
+    del handle  # with the last handle, Ray ends the actor
+
+
+def _is_announced(application: str) -> bool:
+    """Returns True if the process that has announced the application lives."""
+    try:
+        ray.get_actor(_announcement(application), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def _announcement(application: str) -> str:
+    return f"{application}-replacement"
 
 
 def take_over(config: TandemConfig, folder: str, running: str | None, *, local: bool) -> Continuity:
@@ -150,7 +212,7 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
     """Drains the workers of a replaced application, then deletes it.
 
     `router` belongs to the application that replaces it. Waits at most `seconds` after the drain
-    for the end.
+    for the end. A signal deletes the application as well: its drained workers refuse everything.
     """
     try:
         left = router.drain_others.remote(DRAIN_SECONDS).result(
@@ -160,13 +222,19 @@ def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> N
             log.warning("%d requests are left at the replaced workers", left)
     except Exception as error:  # other workers recompute the streams, whatever failed
         log.warning("the replaced workers did not drain: %s", type(error).__name__)
-    begin_delete(application)
+    finally:
+        begin_delete(application)
+    _wait_until_gone(application, seconds)
+
+
+def _wait_until_gone(application: str, seconds: float) -> None:
+    """Waits at most about `seconds` for the end of an application that is deleted."""
     gone = threading.Event()
     for _ in range(round(seconds / _CHECK_SECONDS) or 1):
         if application not in serve.status().applications:
             return
         gone.wait(_CHECK_SECONDS)
-    log.warning("the replaced service has not ended after %.0f s", seconds)
+    log.warning("%s has not ended after %.0f s", application, seconds)
 
 
 @contextmanager
@@ -193,6 +261,14 @@ def watched_successor(
     finally:
         stopped.set()
         thread.join(_CHECK_SECONDS)
+
+
+def is_ending(service: str, application: str) -> bool:
+    """Returns True while the application exists, or only ending ones of its service exist."""
+    found = serve.status().applications
+    names = in_order(service, found)
+    is_last = all(found[name].status == "DELETING" for name in names)
+    return application in found or (bool(names) and is_last)
 
 
 def is_replaced(service: str, application: str) -> bool:

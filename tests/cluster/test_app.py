@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+import ray
 from starlette.requests import Request
 
 from tandem.cluster.cli.client import _worker_table
 from tandem.cluster.config import PoolRole, TandemConfig, load_config
 from tandem.cluster.local.worker import worker_config
 from tandem.cluster.serve import app, launch
+from tandem.cluster.serve.directory import DirectoryClient
 from tandem.cluster.serve.members import Continuity, Directory, Members
 from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
@@ -133,6 +135,7 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
         worker_id="w",
         info=worker_pb2.WorkerInfo,
         stop=asyncio.Event().wait,
+        check_health=lambda: None,
     )
     directory = SimpleNamespace(
         register=partial(record, "register"), remove=partial(record, "remove")
@@ -151,6 +154,67 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
         await exited.wait()
         await asyncio.gather(*tasks)
     assert calls[-2:] == ["remove", "exit 1"]
+
+
+async def test_an_engine_that_hangs_ends_its_worker_without_the_serve_controller(
+    config: TandemConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the controller calls the replica's health check."""
+    exited = asyncio.Event()
+    monkeypatch.setattr("os._exit", lambda code: exited.set())
+    monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.01)
+    failed = asyncio.Event()
+    checks: list[str] = []
+
+    def check_health() -> None:
+        checks.append("hangs" if len(checks) == 2 else "runs")
+        if checks[-1] == "hangs":
+            failed.set()
+            raise RuntimeError("the engine of w has failed")
+
+    worker: Any = SimpleNamespace(
+        failed=failed, worker_id="w", stop=AsyncMock(), check_health=check_health
+    )
+    replica: Any = SimpleNamespace(_directory=SimpleNamespace(remove=AsyncMock()))
+    async with asyncio.timeout(WAIT):
+        await app.WorkerPool._exit_on_failure(replica, worker)
+    assert exited.is_set()
+    assert checks == ["runs", "runs", "hangs"]
+    worker.stop.assert_awaited_once()
+    replica._directory.remove.assert_awaited_once_with("w")
+
+
+async def test_a_replica_whose_task_has_failed_still_stops_its_server_in_order(
+    config: TandemConfig,
+) -> None:
+    """Serve awaits `__del__` of a replica that is not healthy, and Ray may still be failing."""
+
+    async def fail() -> None:
+        raise ray.exceptions.WorkerCrashedError
+
+    stopped: list[float] = []
+
+    async def stop(seconds: float) -> None:
+        stopped.append(seconds)
+
+    directory = DirectoryClient("tandem")
+    directory._handle = SimpleNamespace(remove=SimpleNamespace(remote=lambda member: fail()))
+    running = asyncio.create_task(asyncio.Event().wait())
+    failed = asyncio.create_task(fail())
+    await asyncio.wait([failed])
+    replica: Any = SimpleNamespace(
+        _tasks=[running, failed],
+        _stop_server=stop,
+        _directory=directory,
+        _member_id="w",
+        _config=config,
+    )
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        app.Replica.check_health(replica)
+    await app.Replica.__del__(replica)
+    assert stopped == [config.grace_seconds]
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 def test_a_router_loads_no_torch() -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -336,6 +338,23 @@ async def _check_changes(steps: list[tuple[str, int]]) -> None:
         assert expected == {info.worker_id: info.draining for info in registries[number].workers()}
 
 
+class FailingReports(LocalDirectory):
+    """Fails calls of one method; tells when a poll waits and when a call has failed."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__(directory)
+        self.fails = "share"
+        self.polling = asyncio.Event()
+        self.failed = asyncio.Event()
+
+    async def _call(self, method: str, *args: object, wait: float = 0.0) -> Any:
+        if method == self.fails:
+            self.failed.set()
+            raise Unavailable("the directory does not answer")
+        self.polling.set()
+        return await super()._call(method, *args, wait=wait)
+
+
 class Opening:
     """Stands in for `open_directory`, which waits inside Ray while no GCS server answers."""
 
@@ -379,3 +398,79 @@ async def test_calls_without_a_gcs_server_wait_for_one_thread(
     assert await client.changes() is opening.changes
     assert opening.num_calls == (1 if error is None else 2)
     assert not problems
+
+
+class MethodError(ray.exceptions.RayTaskError, TypeError):
+    """The error of a method, as Ray raises it; for instance of another release's directory."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.WorkerCrashedError(),
+        ray.exceptions.OwnerDiedError("0", None, ""),
+        MethodError(),
+        ray.exceptions.ActorHandleNotFoundError("the actor has ended"),
+        ValueError("no actor of this name"),
+        TimeoutError(),
+    ],
+)
+async def test_whatever_ray_raises_the_directory_is_unavailable_and_opened_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Any other exception would end the replica's background tasks, and so the replica."""
+
+    async def fail() -> None:
+        raise error
+
+    opening = Opening()
+    opening.may_end.set()
+    monkeypatch.setattr(directory_client, "open_directory", opening)
+    client = DirectoryClient("a")
+    client._handle = SimpleNamespace(changes=SimpleNamespace(remote=fail))
+    with pytest.raises(Unavailable, match=type(error).__name__):
+        await client.changes()
+    assert await client.changes() is opening.changes
+
+
+async def test_what_a_failed_report_could_not_share_is_in_the_next_poll() -> None:
+    """The report fails while a poll waits, which ends after it without an error."""
+    directory = Directory()
+    client = FailingReports(directory)
+    watcher, blocked_prompts = DirectoryWatcher(), BlockedPrompts()
+    me = RouterInfo(router_id="r", grpc_address="h:1", http_address="h:2")
+    poll = partial(client.watch, watcher, me, blocked_prompts, AdapterRegistry())
+    await poll()
+    await directory.register(worker("a"))
+    await poll()
+    client.polling.clear()
+    waiting = asyncio.create_task(poll())
+    sharing = asyncio.create_task(client.keep_sharing(watcher, blocked_prompts, AdapterRegistry()))
+    async with asyncio.timeout(WAIT):
+        await client.polling.wait()
+        blocked_prompts.block(REQUEST)
+        await client.failed.wait()
+        await directory.register(worker("b"))
+        await waiting
+        sharing.cancel()
+        assert not (await directory.changes()).blocked
+        await poll()
+    assert (await directory.changes()).blocked
+
+
+async def test_what_a_failed_poll_could_not_share_is_in_the_next_one() -> None:
+    directory = Directory()
+    client = FailingReports(directory)
+    watcher, blocked_prompts = DirectoryWatcher(), BlockedPrompts()
+    me = RouterInfo(router_id="r", grpc_address="h:1", http_address="h:2")
+    blocked_prompts.block(REQUEST)
+    client.fails = "watch"
+    with pytest.raises(Unavailable):
+        await client.watch(watcher, me, blocked_prompts, AdapterRegistry())
+    client.fails = ""
+    await client.watch(watcher, me, blocked_prompts, AdapterRegistry())
+    assert (await directory.changes()).blocked

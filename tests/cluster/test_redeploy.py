@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.serve import identity_file, redeploy
+from tandem.cluster.serve import identity_file, launch, redeploy
 from tandem.cluster.serve.identity_file import kept_salt
 from tandem.cluster.serve.members import Continuity, Members, RouterInfo
 from tandem.cluster.serve.status import following
@@ -36,34 +36,65 @@ def applications(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
 
 
 def test_each_deployment_of_a_service_is_an_application(
-    applications: dict[str, SimpleNamespace],
+    applications: dict[str, SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert redeploy.running_application("a") is None
+    assert redeploy.running_application("a", 0.0) is None
     assert following("a", None) == "a"
     applications |= dict.fromkeys(("a-b", "ab", "b", "a.x"), SimpleNamespace(status="RUNNING"))
-    assert redeploy.running_application("a") is None
+    assert redeploy.running_application("a", 0.0) is None
     applications["a.9"] = SimpleNamespace(status="RUNNING")
-    assert redeploy.running_application("a") == "a.9"
+    assert redeploy.running_application("a", 0.0) == "a.9"
     assert following("a", "a.9") == "a.10"
     assert following("a", "a") == "a.2"
     applications["a.10"] = SimpleNamespace(status="DEPLOYING")
     assert redeploy.applications_of("a") == ["a.9", "a.10"]
-    with pytest.raises(Unavailable, match="is being replaced already"):
-        redeploy.running_application("a")
+    announced: list[str] = []
+    monkeypatch.setattr("ray.get_actor", lambda name, namespace: announced.append(name))
+    with pytest.raises(Unavailable, match=r"already: it has the applications a\.9 and a\.10; wait"):
+        redeploy.running_application("a", 0.0)
+    assert announced == ["a.10-replacement"]
 
 
-@pytest.mark.parametrize(("status", "deleted"), [("DEPLOYING", "a.2"), ("RUNNING", "a")])
-def test_two_applications_are_named_with_a_command_that_ends_one(
-    applications: dict[str, SimpleNamespace], status: str, deleted: str
+@pytest.mark.parametrize(
+    ("old", "new", "ended"),
+    [
+        ("RUNNING", "DEPLOYING", "a.2"),
+        ("RUNNING", "RUNNING", "a"),
+        ("DELETING", "UNHEALTHY", "a"),
+    ],
+)
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_command_that_died_while_it_replaced_a_service_leaves_one_application(
+    applications: dict[str, SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
+    ended: str,
+    ends: bool,
 ) -> None:
-    """A command that died while it replaced a service leaves both, and nobody ends them."""
-    applications["a"] = SimpleNamespace(status="RUNNING")
-    applications["a.2"] = SimpleNamespace(status=status)
-    with pytest.raises(Unavailable) as refused:
-        redeploy.running_application("a")
-    assert "it has the applications a and a.2" in refused.value.message
-    assert f"serve.delete('{deleted}')" in refused.value.message
-    assert "\n" not in refused.value.message
+    """The new one is not needed before it is ready. Later the old one may be drained."""
+    applications |= {"a": SimpleNamespace(status=old), "a.2": SimpleNamespace(status=new)}
+    deleted: list[str] = []
+
+    def begin_delete(name: str) -> None:
+        deleted.append(name)
+        if ends:
+            del applications[name]
+
+    router = Mock()
+    router.drain_others.remote.return_value.result.return_value = 0
+    monkeypatch.setattr("ray.serve.get_app_handle", {"a.2": router}.get)
+    monkeypatch.setattr("ray.get_actor", Mock(side_effect=ValueError("no such actor")))
+    monkeypatch.setattr(redeploy, "begin_delete", begin_delete)
+    monkeypatch.setattr(redeploy, "_CHECK_SECONDS", 0.01)
+    if ends:
+        (left,) = {"a", "a.2"} - {ended}
+        assert redeploy.running_application("a", 0.0) == left
+    else:
+        with pytest.raises(Unavailable, match=r"still has the applications a and a\.2, but"):
+            redeploy.running_application("a", 0.0)
+    assert deleted == [ended]
+    assert router.drain_others.remote.called == (ended == "a")
 
 
 def test_only_a_later_deployment_replaces_one_that_goes(
@@ -77,6 +108,42 @@ def test_only_a_later_deployment_replaces_one_that_goes(
     assert not redeploy.is_replaced("a", "a")
     applications["a"] = SimpleNamespace(status="DELETING")
     assert redeploy.is_replaced("a", "a")
+
+
+def test_a_signal_during_the_drain_ends_the_replaced_application_as_well(
+    applications: dict[str, SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers drain without end: alone it would refuse everything."""
+    deleted: list[str] = []
+    monkeypatch.setattr(redeploy, "begin_delete", deleted.append)
+    router = Mock()
+    router.drain_others.remote.return_value.result.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        redeploy.retire("a", router, 1.0)
+    assert deleted == ["a"]
+
+
+def test_the_last_application_waits_for_others_that_end_and_closes_the_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not wait for an application that it failed to replace."""
+    ending = SimpleNamespace(status="DELETING")
+    running = SimpleNamespace(status="RUNNING")
+    both = {"a": ending, "a.2": ending}
+    statuses: list[dict[str, SimpleNamespace]] = []
+    closed: list[str] = []
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications=statuses.pop(0)))
+    monkeypatch.setattr(launch, "begin_delete", lambda name: None)
+    monkeypatch.setattr(launch, "close_directory", closed.append)
+    monkeypatch.setattr(launch, "_DELETE_CHECK_SECONDS", 0.0)
+    config = load_config(None, {"model": "m", "name": "a"})
+    statuses += [both, both, {"a": ending}, {"a": ending}, {}, {}]
+    assert launch._stop_service(config, "a.2")
+    assert closed == ["a"]
+    statuses += [both, {"a": running}, {"a": running}]
+    assert launch._stop_service(config, "a.2")
+    assert closed == ["a"]
+    assert not statuses
 
 
 def test_another_model_or_a_ray_that_ends_is_refused() -> None:

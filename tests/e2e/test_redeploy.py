@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tandem.proto.addresses import free_port
+from tandem.proto.errors import Unavailable
 from tandem.router.auth.keys import create_key
 from tandem.tests.service import small_config
 from tandem.tests.waits import WAIT
@@ -89,3 +92,43 @@ def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
     assert launcher.returncode == 0, launcher.stderr
     found = serve_once(address, overrides, str(tiny_model), [bob, ada])
     assert found == [0, len(PROMPT) // 16 * 16]
+
+
+def wait_until_not_announced(application: str) -> None:
+    from tandem.cluster.serve.redeploy import _is_announced
+
+    deadline = time.monotonic() + WAIT
+    while _is_announced(application):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_replacement_is_announced_as_long_as_its_command_lives(address: str) -> None:
+    """Ray tells it, also when the command is killed."""
+    from tandem.cluster.serve.redeploy import _is_announced, announced
+    from tandem.tests.soak.redeploy import joined
+
+    code = "import sys, ray; from tandem.cluster.serve.redeploy import announced; "
+    code += "ray.init(address=sys.argv[1], log_to_driver=False); announcement = announced('a.2'); "
+    code += "announcement.__enter__(); print('announced', flush=True); sys.stdin.read()"
+    with (
+        joined(address),
+        subprocess.Popen(
+            [sys.executable, "-c", code, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as command,
+    ):
+        try:
+            assert command.stdout is not None
+            assert command.stdout.readline() == "announced\n"
+            assert _is_announced("a.2")
+            with pytest.raises(Unavailable, match=r"another command"), announced("a.2"):
+                pass
+        finally:
+            command.kill()
+        wait_until_not_announced("a.2")
+        with announced("a.2"):
+            assert _is_announced("a.2")
+        wait_until_not_announced("a.2")

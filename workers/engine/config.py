@@ -27,6 +27,14 @@ def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
     return 128 if num_threads == 1 else 512
 
 
+def has_burst_chunks(num_prefill_workers: int) -> bool:
+    """Returns True if a service with this number of prefill workers has `Budgets.burst_chunks`.
+
+    With a prefill pool, the decode pool is for short gaps between tokens.
+    """
+    return num_prefill_workers == 0
+
+
 class SpeculativeConfig(BaseModel):
     """Configures speculative decoding with vLLM's names.
 

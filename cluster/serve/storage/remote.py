@@ -123,8 +123,8 @@ class RemoteStorage(Storage):
                 await asyncio.to_thread(ray.put, each) if _is_large(each) else each for each in args
             ]
             return await self._call_store(method, *sent, wait=wait)
-        except ray.exceptions.RayError:  # of the store, which has logged it, or of Ray
-            raise Unavailable("the store of responses, files and batches does not work") from None
+        except (ray.exceptions.RayError, Unavailable) as error:  # the store has logged its own
+            raise Unavailable("the store of responses, files and batches does not work") from error
 
 
 def _is_large(argument: object) -> bool:

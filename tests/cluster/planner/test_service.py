@@ -31,7 +31,13 @@ from tandem.cluster.planner.search import (
     list_splits,
     rate_bound,
 )
-from tandem.cluster.planner.site import ArithmeticSite, MeasuredSite, Split, check_workload
+from tandem.cluster.planner.site import (
+    ArithmeticSite,
+    MeasuredSite,
+    Site,
+    Split,
+    check_workload,
+)
 from tandem.cluster.planner.workload import Objective, PlannedWorkload
 from tandem.cluster.sim.cost import StepWork
 from tandem.cluster.sim.result import SimulationResult
@@ -325,6 +331,15 @@ def test_ranks_that_do_not_hold_the_weights_or_the_longest_sequence_are_known() 
     assert not tight.holds(1, longer.longest)
     with pytest.raises(InvalidArgument, match=f"holds at most {service.context_tokens:,}"):
         check_workload(Split(0, 1), service, costs, longer)
+
+
+@pytest.mark.parametrize("site", [MeasuredSite(make_profile(1, 2)), arithmetic_site()])
+def test_only_without_prefill_workers_simulated_workers_take_whole_chunks_in_bursts(
+    site: Site,
+) -> None:
+    """As real ones do."""
+    found = [site.service(Split(num_prefill, 1))[0].decode.budgets for num_prefill in (0, 1)]
+    assert [budgets.burst_chunks for budgets in found] == [True, False]
 
 
 def test_ranks_that_do_not_divide_the_heads_are_named() -> None:
