@@ -162,10 +162,18 @@ class Dispatcher:
             self._identity,
             on_message=partial(self._received, key),
             on_break=partial(self._lost, key),
-            can_move=partial(self._registry.has_other, info.worker_id),
+            room_elsewhere=partial(self._room_elsewhere, info.worker_id),
             connect=self._open_channel,
         )
         return client
+
+    def _room_elsewhere(self, worker_id: str) -> int:
+        """Returns how many more sequences of a draining worker can move to other workers.
+
+        Sequences that are about to leave any worker have taken their room already.
+        """
+        num_moving = sum(client.num_moving for client in self._clients.values())
+        return self._registry.room_elsewhere(worker_id) - num_moving
 
     def _forget_broken(self) -> None:
         self._clients = {key: client for key, client in self._clients.items() if not client.broken}

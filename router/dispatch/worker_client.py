@@ -67,6 +67,11 @@ class WorkerStream:
         return self._client.worker
 
     @property
+    def num_sequences(self) -> int:
+        """The number of choices that the worker may compute: not ended and not suspended."""
+        return len(self._open - self._suspended)
+
+    @property
     def may_have_begun(self) -> bool:
         """Returns True if the worker may have computed a part of the request.
 
@@ -186,20 +191,20 @@ class WorkerClient:
         identity: PeerIdentity,
         on_message: Callable[[worker_pb2.SessionResponse], None],
         on_break: Callable[[], None] = lambda: None,
-        can_move: Callable[[], bool] = lambda: False,
+        room_elsewhere: Callable[[], int] = lambda: 0,
         connect: Connect = PeerChannel,
     ) -> None:
         """Opens the session.
 
         `on_message` gets every message of the worker before the streams do; `on_break` is called
-        once. `can_move` returns True if another worker can take over sequences when this one
-        drains.
+        once. `room_elsewhere` returns how many further sequences of this worker other workers can
+        take over when it drains.
         """
         self.worker = worker
         self.broken = False  # the session has ended
         self._on_message = on_message
         self._on_break = on_break
-        self._can_move = can_move
+        self._room_elsewhere = room_elsewhere
         self._drains = False
         self._told: set[AttemptKey] = set()  # submits that the worker was told to suspend
         self._streams: dict[AttemptKey, WorkerStream] = {}
@@ -234,14 +239,25 @@ class WorkerClient:
             self.broken = True
             self._task.cancel()
 
-    def _suspend_all(self) -> None:
-        """Tells a draining worker to suspend all sequences that it decodes."""
+    @property
+    def num_moving(self) -> int:
+        """The number of sequences that the worker was told to suspend and still computes."""
+        self._told &= self._streams.keys()
+        return sum(self._streams[key].num_sequences for key in self._told)
+
+    def _suspend(self) -> None:
+        """Tells a draining worker to suspend the sequences for which other workers have room.
+
+        The rest continues here, because it would only wait in the queue of another worker.
+        """
+        room = self._room_elsewhere()
         for key, stream in self._streams.items():
-            if stream.may_suspend and key not in self._told:
+            count = stream.num_sequences
+            if stream.may_suspend and key not in self._told and 0 < count <= room:
+                room -= count
                 self._told.add(key)
                 suspend = worker_pb2.Suspend(request_id=key[0], attempt=key[1])
                 self._commands.put_nowait(worker_pb2.SessionRequest(suspend=suspend))
-        self._told &= self._streams.keys()
 
     async def close(self) -> None:
         """Ends the session; the worker cancels all requests that came over it."""
@@ -283,15 +299,16 @@ class WorkerClient:
         while isinstance(response := await call.read(), worker_pb2.SessionResponse):
             self.heard = True
             self._on_message(response)
+            if response.HasField("load"):
+                self._drains = response.load.draining
+            # Before the outputs: sequences that earlier messages suspended now count elsewhere.
+            if self._drains and self._streams:
+                self._suspend()
             for output in response.outputs:
                 stream = self._streams.get((output.request_id, output.attempt))
                 if stream is not None and stream.put(output):
                     del self._streams[output.request_id, output.attempt]
             self._end_if_unused()
-            if response.HasField("load"):
-                self._drains = response.load.draining
-            if self._drains and self._streams and self._can_move():
-                self._suspend_all()
 
     def _break(self) -> None:
         if not self.broken:
