@@ -173,6 +173,8 @@ class EngineConfig:
     num_states: int = 0  # in device memory; 0: the model keeps no state
     num_host_states: int = 0  # in host memory, for evicted states
     state_tokens: int = 0  # tokens of KV cache that have as many bytes as a state
+    # The longest sequence that the draft model computes; None: as long as the model's.
+    draft_context_tokens: int | None = None
     # Schedule a step while the last one runs; for executors whose launch does not wait.
     overlap: bool = False
     budgets: Budgets = Budgets()

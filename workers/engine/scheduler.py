@@ -431,7 +431,7 @@ class Scheduler:
         """
         is_pending = sequence.num_scheduled == sequence.num_tokens
         return is_pending and bool(
-            self._guess(sequence, sequence.max_length - sequence.num_tokens - 1)
+            self._guess(sequence, self._draft_end(sequence) - sequence.num_tokens - 1)
         )
 
     def _draft(self, decodes: Items[Sequence], *, has_prompts: bool) -> dict[int, tuple[int, ...]]:
@@ -452,7 +452,9 @@ class Scheduler:
         for sequence in decodes:
             if room <= 0 or sequence.num_scheduled == sequence.num_tokens:
                 continue
-            guess = self._guess(sequence, min(room, sequence.max_length - sequence.num_tokens))
+            guess = self._guess(
+                sequence, min(room, self._draft_end(sequence) - sequence.num_tokens)
+            )
             count = self._make_room(sequence, len(guess))
             room -= count
             if self._speculative.model is None:
@@ -467,6 +469,11 @@ class Scheduler:
                 )
                 requests.append(request)
         return drafts | self._propose(requests) if requests else drafts
+
+    def _draft_end(self, sequence: Sequence) -> int:
+        """Returns the length that a sequence may have with its draft tokens."""
+        longest = self._config.draft_context_tokens
+        return sequence.max_length if longest is None else min(sequence.max_length, longest)
 
     def _make_room(self, sequence: Sequence, count: int) -> int:
         """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit."""
