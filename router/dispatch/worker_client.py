@@ -181,7 +181,7 @@ class WorkerClient:
     heard = False  # the worker has sent something
     # The session had begun, and broke before a drain had freed the worker of its requests.
     was_lost = False
-    _is_listed = True
+    _is_retired = False
     _end = _LOST  # the failure of its streams once the session has ended
 
     def __init__(
@@ -189,8 +189,8 @@ class WorkerClient:
         worker: WorkerKey,
         address: str,
         identity: PeerIdentity,
-        on_message: Callable[[worker_pb2.SessionResponse], None],
-        on_break: Callable[[], None] = lambda: None,
+        on_message: Callable[["WorkerClient", worker_pb2.SessionResponse], None],
+        on_break: Callable[["WorkerClient"], None] = lambda client: None,
         room_elsewhere: Callable[[], int] = lambda: 0,
         connect: Connect = PeerChannel,
     ) -> None:
@@ -229,13 +229,13 @@ class WorkerClient:
             self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
             self._end_if_unused()
 
-    def set_listed(self, is_listed: bool) -> None:
-        """Ends the session as soon as no request uses it, unless the worker is listed."""
-        self._is_listed = is_listed
+    def retire(self) -> None:
+        """Ends the session as soon as no request uses it. Idempotent."""
+        self._is_retired = True
         self._end_if_unused()
 
     def _end_if_unused(self) -> None:
-        if not (self._is_listed or self._streams or self.broken):
+        if self._is_retired and not self._streams and not self.broken:
             self.broken = True
             self._task.cancel()
 
@@ -298,7 +298,7 @@ class WorkerClient:
         """
         while isinstance(response := await call.read(), worker_pb2.SessionResponse):
             self.heard = True
-            self._on_message(response)
+            self._on_message(self, response)
             if response.HasField("load"):
                 self._drains = response.load.draining
             # Before the outputs: sequences that earlier messages suspended now count elsewhere.
@@ -313,7 +313,7 @@ class WorkerClient:
     def _break(self) -> None:
         if not self.broken:
             self.broken = True
-            self._on_break()
+            self._on_break(self)
         for stream in self._streams.values():
             stream.fail(self._end)
 

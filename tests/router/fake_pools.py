@@ -58,8 +58,8 @@ class FakeClient(WorkerClient):
         self._streams = {}
         self.broken = False
         self._commands = asyncio.Queue()
-        self._on_message = lambda message: None
-        self._on_break = lambda: None
+        self._on_message = lambda client, message: None
+        self._on_break = lambda client: None
         self._room_elsewhere = lambda: 0
         self._drains = False
         self._told = set()

@@ -51,7 +51,7 @@ async def connected(
         WORKER,
         worker.address,
         IDENTITY,
-        lambda message: loads.append(message.load.num_waiting),
+        lambda client, message: loads.append(message.load.num_waiting),
         room_elsewhere=room_elsewhere,
     )
     try:
@@ -321,7 +321,7 @@ async def test_a_submit_at_the_moment_of_the_break_fails() -> None:
 async def test_a_client_closed_before_its_session_began_breaks_too() -> None:
     breaks: list[bool] = []
     client = WorkerClient(
-        WORKER, "127.0.0.1:1", IDENTITY, lambda message: None, lambda: breaks.append(True)
+        WORKER, "127.0.0.1:1", IDENTITY, lambda *_: None, lambda client: breaks.append(True)
     )
     reader = Reader(client, "a")
     async with asyncio.timeout(WAIT):
