@@ -62,7 +62,11 @@ class Dispatcher:
         self._clock = clock
         self._poison_guard = PoisonGuard(clock, blocked_prompts=blocked_prompts)
         self._running: WeakSet[RequestExecution] = WeakSet()
-        self._clients: dict[WorkerKey, WorkerClient] = {}
+        self._clients: dict[WorkerKey, WorkerClient] = {}  # of listed workers
+        # Sessions that requests still use, with workers that have left the list. If such a worker
+        # is listed again, it gets a new session, because only a new one reports the whole prefix
+        # cache.
+        self._retired: list[WorkerClient] = []
         self._closed = False
 
     def generate(
@@ -108,8 +112,9 @@ class Dispatcher:
     async def close(self) -> None:
         """Ends all requests and all sessions; the workers cancel the requests of a session."""
         self.stop()
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        await asyncio.gather(*(client.close() for client in self._all_clients()))
         self._clients.clear()
+        self._retired.clear()
 
     async def update_sessions(self) -> None:
         """Opens a session with each listed worker, and ends those with workers that have left.
@@ -117,10 +122,13 @@ class Dispatcher:
         The sessions report the loads and the prefix caches, and show which workers are lost. A
         session that requests still use ends with its last request.
         """
-        self._forget_broken()
-        for (worker_id, epoch), client in self._clients.items():
+        for (worker_id, epoch), client in list(self._clients.items()):
             known = self._registry.get(worker_id)
-            client.set_listed(known is not None and known.epoch == epoch)
+            if known is None or known.epoch != epoch:
+                del self._clients[worker_id, epoch]
+                self._retired.append(client)
+                client.retire()
+        self._forget_broken()
         for info in self._registry.workers():
             if self._closed:
                 return
@@ -160,27 +168,41 @@ class Dispatcher:
             key,
             info.address,
             self._identity,
-            on_message=partial(self._received, key),
-            on_break=partial(self._lost, key),
-            can_move=partial(self._registry.has_other, info.worker_id),
+            on_message=self._received,
+            on_break=self._lost,
+            room_elsewhere=partial(self._room_elsewhere, info.worker_id),
             connect=self._open_channel,
         )
         return client
 
+    def _room_elsewhere(self, worker_id: str) -> int:
+        """Returns how many more sequences of a draining worker can move to other workers.
+
+        Sequences that are about to leave any worker have taken their room already.
+        """
+        num_moving = sum(client.num_moving for client in self._all_clients())
+        return self._registry.room_elsewhere(worker_id) - num_moving
+
+    def _all_clients(self) -> list[WorkerClient]:
+        return [*self._clients.values(), *self._retired]
+
     def _forget_broken(self) -> None:
         self._clients = {key: client for key, client in self._clients.items() if not client.broken}
+        self._retired = [client for client in self._retired if not client.broken]
 
-    def _lost(self, worker: WorkerKey) -> None:
+    def _lost(self, client: WorkerClient) -> None:
         """Keeps requests from a worker with a broken session until a new session brings a message.
 
         The directory lists a dead worker for seconds; every request placed there would lose time. A
         worker that has left, or has a new epoch, is not lost with its earlier session.
         """
+        worker = client.worker
+        if self._clients.get(worker) is not client:
+            return
         self._registry.session_lost(*worker)
         if not self._closed:
-            client = self._clients.get(worker)  # the client of a probe has not heard anything
-            delay = 0 if client is not None and client.heard else PROBE_SECONDS
-            if client is not None and client.was_lost and self._registry.is_lost(*worker):
+            delay = 0 if client.heard else PROBE_SECONDS  # a probe has not heard anything
+            if client.was_lost and self._registry.is_lost(*worker):
                 self._metrics.add(LOST_WORKERS)
             asyncio.get_running_loop().call_later(delay, self._probe, worker)
 
@@ -189,8 +211,9 @@ class Dispatcher:
         if info is not None and not self._closed and self._registry.is_lost(*worker):
             self._connect(info)
 
-    def _received(self, worker: WorkerKey, message: worker_pb2.SessionResponse) -> None:
-        self._registry.report(*worker, message)
+    def _received(self, client: WorkerClient, message: worker_pb2.SessionResponse) -> None:
+        if self._clients.get(client.worker) is client:
+            self._registry.report(*client.worker, message)
         if message.outputs:
             num_tokens = sum(len(output.tokens.ids) or 1 for output in message.outputs)
             self._metrics.observe(ITERATION_TOKENS, num_tokens)

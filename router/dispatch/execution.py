@@ -277,6 +277,8 @@ class RequestExecution:
                 self._unpark()
             if not attempt.choices:
                 attempt.end()
+        self._forget_finished()
+        self._watch_workers()
         self._attempts = [attempt for attempt in self._attempts if attempt.choices]
         if self in self._poison_guard:
             self._end_solo_runs()
@@ -451,8 +453,20 @@ class RequestExecution:
             self._poison_guard.blocked_prompts.block(self._request)
             raise InternalError(_GIVEN_UP)
 
+    def _forget_finished(self) -> None:
+        """Removes choices that finished while they were parked in their attempt.
+
+        The first token, which the prefill worker computes, may be the last one, or the caller may
+        want no further one.
+        """
+        for parked in self._parked:
+            if parked.attempt is not None:
+                parked.choices = parked.choices.intersection(parked.attempt.choices)
+        self._parked = [parked for parked in self._parked if parked.choices]
+
     def _unpark(self) -> None:
         """Continues the parked choices that workers can take. Raises as `_check_wait`."""
+        self._forget_finished()
         if not self._parked:
             return
         self._avoided_now()  # forgets the workers whose time is over, which `wake_at` may count

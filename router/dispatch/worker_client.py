@@ -67,6 +67,11 @@ class WorkerStream:
         return self._client.worker
 
     @property
+    def num_sequences(self) -> int:
+        """The number of choices that the worker may compute: not ended and not suspended."""
+        return len(self._open - self._suspended)
+
+    @property
     def may_have_begun(self) -> bool:
         """Returns True if the worker may have computed a part of the request.
 
@@ -176,7 +181,7 @@ class WorkerClient:
     heard = False  # the worker has sent something
     # The session had begun, and broke before a drain had freed the worker of its requests.
     was_lost = False
-    _is_listed = True
+    _is_retired = False
     _end = _LOST  # the failure of its streams once the session has ended
 
     def __init__(
@@ -184,22 +189,22 @@ class WorkerClient:
         worker: WorkerKey,
         address: str,
         identity: PeerIdentity,
-        on_message: Callable[[worker_pb2.SessionResponse], None],
-        on_break: Callable[[], None] = lambda: None,
-        can_move: Callable[[], bool] = lambda: False,
+        on_message: Callable[["WorkerClient", worker_pb2.SessionResponse], None],
+        on_break: Callable[["WorkerClient"], None] = lambda client: None,
+        room_elsewhere: Callable[[], int] = lambda: 0,
         connect: Connect = PeerChannel,
     ) -> None:
         """Opens the session.
 
         `on_message` gets every message of the worker before the streams do; `on_break` is called
-        once. `can_move` returns True if another worker can take over sequences when this one
-        drains.
+        once. `room_elsewhere` returns how many further sequences of this worker other workers can
+        take over when it drains.
         """
         self.worker = worker
         self.broken = False  # the session has ended
         self._on_message = on_message
         self._on_break = on_break
-        self._can_move = can_move
+        self._room_elsewhere = room_elsewhere
         self._drains = False
         self._told: set[AttemptKey] = set()  # submits that the worker was told to suspend
         self._streams: dict[AttemptKey, WorkerStream] = {}
@@ -224,24 +229,35 @@ class WorkerClient:
             self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
             self._end_if_unused()
 
-    def set_listed(self, is_listed: bool) -> None:
-        """Ends the session as soon as no request uses it, unless the worker is listed."""
-        self._is_listed = is_listed
+    def retire(self) -> None:
+        """Ends the session as soon as no request uses it. Idempotent."""
+        self._is_retired = True
         self._end_if_unused()
 
     def _end_if_unused(self) -> None:
-        if not (self._is_listed or self._streams or self.broken):
+        if self._is_retired and not self._streams and not self.broken:
             self.broken = True
             self._task.cancel()
 
-    def _suspend_all(self) -> None:
-        """Tells a draining worker to suspend all sequences that it decodes."""
+    @property
+    def num_moving(self) -> int:
+        """The number of sequences that the worker was told to suspend and still computes."""
+        self._told &= self._streams.keys()
+        return sum(self._streams[key].num_sequences for key in self._told)
+
+    def _suspend(self) -> None:
+        """Tells a draining worker to suspend the sequences for which other workers have room.
+
+        The rest continues here, because it would only wait in the queue of another worker.
+        """
+        room = self._room_elsewhere()
         for key, stream in self._streams.items():
-            if stream.may_suspend and key not in self._told:
+            count = stream.num_sequences
+            if stream.may_suspend and key not in self._told and 0 < count <= room:
+                room -= count
                 self._told.add(key)
                 suspend = worker_pb2.Suspend(request_id=key[0], attempt=key[1])
                 self._commands.put_nowait(worker_pb2.SessionRequest(suspend=suspend))
-        self._told &= self._streams.keys()
 
     async def close(self) -> None:
         """Ends the session; the worker cancels all requests that came over it."""
@@ -282,21 +298,22 @@ class WorkerClient:
         """
         while isinstance(response := await call.read(), worker_pb2.SessionResponse):
             self.heard = True
-            self._on_message(response)
+            self._on_message(self, response)
+            if response.HasField("load"):
+                self._drains = response.load.draining
+            # Before the outputs: sequences that earlier messages suspended now count elsewhere.
+            if self._drains and self._streams:
+                self._suspend()
             for output in response.outputs:
                 stream = self._streams.get((output.request_id, output.attempt))
                 if stream is not None and stream.put(output):
                     del self._streams[output.request_id, output.attempt]
             self._end_if_unused()
-            if response.HasField("load"):
-                self._drains = response.load.draining
-            if self._drains and self._streams and self._can_move():
-                self._suspend_all()
 
     def _break(self) -> None:
         if not self.broken:
             self.broken = True
-            self._on_break()
+            self._on_break(self)
         for stream in self._streams.values():
             stream.fail(self._end)
 

@@ -107,6 +107,10 @@ class Pool:
             self._by_load.remove(worker_id)
             self._by_room.remove(worker_id)
 
+    def free_without(self, worker_id: str) -> Capacity:
+        """Returns the free capacity of all workers except one."""
+        return self.free - self._counted.get(worker_id, _Counted()).free
+
     def largest(self) -> Capacity | None:
         """Returns the most sequences and KV tokens of an empty worker; None without a worker."""
         if not self._sizes:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ...proto import worker_pb2
 from ...proto.costs import NEUTRAL_COST, KvCost
 from ..request import TokenRequest
-from .capacity import required_capacity, used_capacity
+from .capacity import NO_CAPACITY, required_capacity, used_capacity
 from .policy import (
     NEUTRAL_PREFILL,
     Candidate,
@@ -195,9 +195,19 @@ class WorkerRegistry:
 
     def has_other(self, worker_id: str) -> bool:
         """Returns True if a decode worker other than this one takes requests."""
+        return self.capacity.pool(_DECODE).free_without(worker_id).workers > 0
+
+    def room_elsewhere(self, worker_id: str) -> int:
+        """Returns how many sequences of a worker the other decode workers have room for.
+
+        A sequence is taken to need as much KV cache as the mean of the worker's sequences.
+        """
+        free = self.capacity.pool(_DECODE).free_without(worker_id)
         worker = self._workers.get(worker_id)
-        is_one = worker is not None and worker.info.role == _DECODE and worker.takes_requests
-        return self.capacity.pool(_DECODE).free.workers > is_one
+        used = NO_CAPACITY if worker is None else worker.own + worker.others
+        if not used.kv_tokens:
+            return free.sequences
+        return min(free.sequences, free.kv_tokens * used.sequences // used.kv_tokens)
 
     def place(
         self,

@@ -32,7 +32,7 @@ async def test_a_session_over_which_nothing_comes_breaks_and_counts_against_no_r
     await proxy.start()
     proxy.target = worker.address
     worker.server.answer_to(proxy.address)
-    client = WorkerClient(("d0", 1), proxy.address, IDENTITY, lambda message: None)
+    client = WorkerClient(("d0", 1), proxy.address, IDENTITY, lambda *_: None)
     try:
         stream = client.submit(worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event())
         async with asyncio.timeout(WAIT):
@@ -59,7 +59,7 @@ async def test_a_session_over_which_nothing_comes_breaks_and_counts_against_no_r
 async def test_an_idle_session_stays() -> None:
     worker = FakeWorker()
     await worker.server.start()
-    client = WorkerClient(("d0", 1), worker.address, IDENTITY, lambda message: None)
+    client = WorkerClient(("d0", 1), worker.address, IDENTITY, lambda *_: None)
     try:
         stream = client.submit(worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event())
         async with asyncio.timeout(WAIT):

@@ -58,9 +58,9 @@ class FakeClient(WorkerClient):
         self._streams = {}
         self.broken = False
         self._commands = asyncio.Queue()
-        self._on_message = lambda message: None
-        self._on_break = lambda: None
-        self._can_move = lambda: False
+        self._on_message = lambda client, message: None
+        self._on_break = lambda client: None
+        self._room_elsewhere = lambda: 0
         self._drains = False
         self._told = set()
         self.cancelled: set[int] = set()  # numbers of attempts

@@ -234,7 +234,9 @@ async def test_a_stranger_at_the_address_of_a_worker_that_is_gone_gets_no_prompt
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     wake, messages = asyncio.Event(), list[object]()
-    client = WorkerClient(("worker", 1), address, IDENTITY, messages.append)
+    client = WorkerClient(
+        ("worker", 1), address, IDENTITY, lambda client, message: messages.append(message)
+    )
     try:
         stream = client.submit(submit(token_ids=PROMPT), wake)
         async with asyncio.timeout(WAIT):

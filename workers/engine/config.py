@@ -137,14 +137,21 @@ class Budgets:
         )
 
     def prompt_tokens(
-        self, cost: StepCost, *, num_decodes: int, num_rows: int, num_prompts: int
+        self,
+        cost: StepCost,
+        *,
+        num_decodes: int,
+        num_rows: int,
+        num_prompts: int,
+        num_starting: int,
     ) -> int:
         """Returns the number of prompt tokens that a step may compute, by its predicted time too.
 
-        The decodes have `num_rows` tokens, with their drafts. For `num_prompts` see `chunk_beside`.
-        With `burst_chunks` a step of a burst has the size of a step without decodes: while at least
-        as many requests wait for their first token as streams for their next one, long steps take
-        less of their time in total.
+        The decodes have `num_rows` tokens, with their drafts. For `num_prompts` see `chunk_beside`;
+        `num_starting` of these run or have room to run. With `burst_chunks` a step of a burst has
+        the size of a step without decodes: while at least as many such prompts wait for their first
+        token as streams for their next one, long steps take less of their time in total. Prompts
+        that wait for the end of a stream do not count, because long steps delay that end.
         """
         most = self.chunk_beside(num_decodes, num_prompts)
         if self.mixed_step_factor is None or not num_decodes:
@@ -154,7 +161,7 @@ class Budgets:
         # After a change of the role there may be more decodes than the new role has sequences.
         num_joining = min(num_prompts, max(self.max_sequences - num_decodes, 0))
         count = int(min(most, cost.tokens_beside(self.mixed_step_factor, num_rows, num_joining)))
-        if self.burst_chunks and num_prompts >= max(num_decodes, _LEAST_BURST):
+        if self.burst_chunks and num_starting >= max(num_decodes, _LEAST_BURST):
             return max(count, self.chunk_tokens - num_rows)
         return count
 
@@ -181,6 +188,8 @@ class EngineConfig:
     num_states: int = 0  # in device memory; 0: the model keeps no state
     num_host_states: int = 0  # in host memory, for evicted states
     state_tokens: int = 0  # tokens of KV cache that have as many bytes as a state
+    # The longest sequence that the draft model computes; None: as long as the model's.
+    draft_context_tokens: int | None = None
     # Schedule a step while the last one runs; for executors whose launch does not wait.
     overlap: bool = False
     budgets: Budgets = Budgets()

@@ -277,7 +277,9 @@ class DraftRequest:
     tokens: Sequence[int]  # all known tokens; a list that grows, so do not keep it
     blocks: Sequence[int]  # its block table, with room for the known tokens and `count` more
     sampling: SamplingParams
-    count: int  # the maximum number of tokens to propose, at least 1
+    # The maximum number of tokens to propose, at least 1; `tokens` and these are within
+    # `EngineConfig.draft_context_tokens`.
+    count: int
 
 
 OnLayers = Callable[[int], None]

@@ -180,11 +180,13 @@ class Scheduler:
         Returns True if one of them resumes an interrupted stream.
         """
         num_decodes = len(steps)
+        num_admissible = self._num_admissible() if self.budgets.burst_chunks else 0
         budget = self.budgets.prompt_tokens(
             cost,
             num_decodes=num_decodes,
             num_rows=sum(len(step.token_ids) for step in steps),
             num_prompts=len(prompts) + len(self._requests.waiting),
+            num_starting=len(prompts) + num_admissible,
         )
         num_sampled = sum(step.num_samples for step in steps)
         num_rows_left = self._config.budgets.max_step_rows - num_sampled
@@ -334,13 +336,20 @@ class Scheduler:
         )
 
     def _can_admit(self) -> bool:
+        return self._num_admissible() > 0
+
+    def _num_admissible(self) -> int:
+        """Returns how many queued sequences could be admitted now, if all are like the first."""
         if not self._requests.waiting:
-            return False
+            return 0
+        most = len(self._requests.waiting)
         sequence = self._requests.waiting[0]
         num_holding = self._requests.num_holding
+        num_fitting = (self.budgets.max_sequences - num_holding) // sequence.num_branches
         # One that waits from before a role with fewer sequences runs alone.
-        if num_holding and num_holding + sequence.num_branches > self.budgets.max_sequences:
-            return False
+        most = min(most, num_fitting if num_holding else max(num_fitting, 1))
+        if most <= 0:
+            return 0
         hit = self._requests.find_hit(sequence)
         blocks = [self.pool.block_of(name) for _, names in hit.parts for name in names]
         shared = [block for block in blocks if block is not None]
@@ -348,9 +357,12 @@ class Scheduler:
         states = self._requests.states.pool
         slot = None if hit.state is None else states.block_of(hit.state)
         num_states = self._requests.states.num_admission(sequence, hit)
-        if num_states > states.num_available - states.num_evictable([] if slot is None else [slot]):
-            return False
-        return needed <= self.pool.num_available - self.pool.num_evictable(shared)
+        if num_states:
+            taken = states.num_evictable([] if slot is None else [slot])
+            most = min(most, (states.num_available - taken) // num_states)
+        if needed:
+            most = min(most, (self.pool.num_available - self.pool.num_evictable(shared)) // needed)
+        return most
 
     def _admit(self, sequence: Sequence) -> Admitted:
         hit = self._requests.find_hit(sequence)
@@ -431,7 +443,7 @@ class Scheduler:
         """
         is_pending = sequence.num_scheduled == sequence.num_tokens
         return is_pending and bool(
-            self._guess(sequence, sequence.max_length - sequence.num_tokens - 1)
+            self._guess(sequence, self._draft_end(sequence) - sequence.num_tokens - 1)
         )
 
     def _draft(self, decodes: Items[Sequence], *, has_prompts: bool) -> dict[int, tuple[int, ...]]:
@@ -452,7 +464,9 @@ class Scheduler:
         for sequence in decodes:
             if room <= 0 or sequence.num_scheduled == sequence.num_tokens:
                 continue
-            guess = self._guess(sequence, min(room, sequence.max_length - sequence.num_tokens))
+            guess = self._guess(
+                sequence, min(room, self._draft_end(sequence) - sequence.num_tokens)
+            )
             count = self._make_room(sequence, len(guess))
             room -= count
             if self._speculative.model is None:
@@ -467,6 +481,11 @@ class Scheduler:
                 )
                 requests.append(request)
         return drafts | self._propose(requests) if requests else drafts
+
+    def _draft_end(self, sequence: Sequence) -> int:
+        """Returns the length that a sequence may have with its draft tokens."""
+        longest = self._config.draft_context_tokens
+        return sequence.max_length if longest is None else min(sequence.max_length, longest)
 
     def _make_room(self, sequence: Sequence, count: int) -> int:
         """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit."""

@@ -81,12 +81,11 @@ class DraftingExecutor(DelegatingExecutor):
         budget = _CATCH_UP_TOKENS
         steps: list[SequenceStep] = []
         proposed: dict[int, list[int]] = {}
-        longest = self._model.config.max_position_embeddings
         for request in requests:
             held = self._held.setdefault(request.sequence_id, _Held())
             start = held.confirm(request.tokens)
             end = min(len(request.tokens), start + budget)
-            if end == start or len(request.tokens) + request.count > longest:
+            if end == start:
                 continue
             budget -= end - start
             if end == len(request.tokens):

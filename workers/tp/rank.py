@@ -124,6 +124,7 @@ class Rank:
     num_states: int = 0
     num_host_states: int = 0
     state_tokens: int = 0
+    draft_context_tokens: int | None = None
     load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"
 
     def engine_config(self, budgets: Budgets) -> EngineConfig:
@@ -140,6 +141,7 @@ class Rank:
             num_states=self.num_states,
             num_host_states=self.num_host_states,
             state_tokens=self.state_tokens,
+            draft_context_tokens=self.draft_context_tokens,
             block_size=self.block_size,
             tables=self.kv.tables,
             overlap=self.launches_ahead,
@@ -200,6 +202,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         num_states=counts.num_states,
         num_host_states=host_size.num_states,
         state_tokens=state_tokens(layout, tp),
+        draft_context_tokens=draft.config.max_position_embeddings if draft else None,
         block_size=config.block_size,
         vocab_size=model.vocab_size,
         context_tokens=config.context_tokens or model.max_position_embeddings,

@@ -498,6 +498,48 @@ async def test_a_router_follows_all_listed_workers_and_leaves_those_that_have_le
         assert tokens == expected_tokens(range(60), 20, VOCAB)
 
 
+async def test_a_busy_worker_that_is_listed_again_reports_its_whole_prefix_cache_again() -> None:
+    cached = token_request(range(64), 5)
+    async with fleet(0, 1, rank=lambda role: fake_rank(step_seconds=0.005)) as running:
+        registry, router, (worker,) = running.registry, running.dispatcher, running.workers
+        await running.generate(cached)
+        busy = asyncio.create_task(running.generate(token_request(range(500, 540), 200)))
+        async with asyncio.timeout(WAIT):
+            while not worker.load().num_running:
+                await asyncio.sleep(0.001)
+            first = router._clients[worker.worker_id, worker.epoch]
+            for infos in ([], [worker.info()]):
+                registry.update(infos)
+                await router.update_sessions()
+            while registry._look_up(cached).matched.get(worker.worker_id, 0) < 48:
+                await asyncio.sleep(0.001)
+            assert not busy.done()
+            assert not first.broken
+            running.hurry()
+            tokens, _ = await busy
+            assert tokens == expected_tokens(range(500, 540), 200, VOCAB)
+            while [status.num_sessions for status in await running.statuses()] != [1]:
+                await asyncio.sleep(0.001)
+        assert first.broken
+        assert not router._clients[worker.worker_id, worker.epoch].broken
+        assert registry.can_reach_worker
+
+
+async def test_closing_a_router_ends_its_requests_at_workers_that_have_left() -> None:
+    async with fleet(0, 1, rank=lambda role: fake_rank(step_seconds=0.005)) as running:
+        busy = asyncio.create_task(running.generate(token_request(range(40), 200)))
+        async with asyncio.timeout(WAIT):
+            while not running.workers[0].load().num_running:
+                await asyncio.sleep(0.001)
+            running.registry.update([])
+            await running.dispatcher.update_sessions()
+            await running.dispatcher.close()
+            while running.workers[0].load().num_running:
+                await asyncio.sleep(0.001)
+            with pytest.raises(Unavailable):
+                await busy
+
+
 @pytest.mark.parametrize(
     ("how", "num_lost"), [("died", 1), ("drained", 0), ("switched", 0), ("left", 0)]
 )

@@ -5,11 +5,13 @@ computed again.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.scheduling.policy import Placement
 from tandem.tests.fleet import VOCAB, Unlimited, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
@@ -125,6 +127,43 @@ async def test_every_worker_is_replaced_in_turn() -> None:
         assert not all(request.done() for request in requests)
         running.hurry()
         await asyncio.gather(*requests)
+
+
+async def test_streams_leave_draining_workers_only_for_free_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two workers drain at once; the third one has room for two of their eight streams at first."""
+    held, submit = [], Engine.submit
+
+    def record(engine: Engine, spec: SequenceSpec, submitted: float | None = None) -> None:
+        submit(engine, spec, submitted)
+        if spec.task is Task.DECODE:
+            held.append(len(engine.requests.waiting) + engine.requests.num_holding)
+
+    monkeypatch.setattr(Engine, "submit", record)
+    rank = partial(fake_rank, num_blocks=2000, step_seconds=0.01)
+    async with fleet(0, 3, rank=lambda role: rank(), max_sequences=4) as running:
+        workers = running.workers
+        places = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+        names = iter([workers[place].worker_id for place in places])
+        requests = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                running.registry,
+                "place",
+                lambda *args, **options: Placement(prefill=None, decode=next(names)),
+            )
+            for number, place in enumerate(places):
+                asked = token_request(range(number, number + 40), 50 if place == 2 else 150)
+                requests.append(asyncio.create_task(running.choices(asked)))
+            await until_running(workers, len(places))
+        assert await asyncio.gather(*(each.drain(WAIT) for each in workers[:2])) == [0, 0]
+        assert max(held) <= 4
+        assert len(held) > 2, "more follow when streams of the third worker have ended"
+        running.hurry()
+        for number, (ids, _) in enumerate(await asyncio.gather(*requests)):
+            count = 50 if places[number] == 2 else 150
+            assert ids == expected_choices(range(number, number + 40), 1, count, VOCAB)
 
 
 async def test_streams_end_where_they_are_if_there_is_no_other_worker() -> None:

@@ -658,6 +658,40 @@ def test_choices_wait_for_a_worker_and_then_go_on() -> None:
     assert not pools.held
 
 
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("prefill_ends", [False, True])
+def test_a_choice_that_ends_while_its_handoff_is_parked_is_over(
+    num_choices: int, prefill_ends: bool
+) -> None:
+    """The first token of the last choice is its last one; no other decode worker is free."""
+    seed = 1020 - num_choices
+    sampling = inference_pb2.SamplingParams(temperature=1, top_p=1, seed=seed)
+    pools, caller = FakePools(random.Random(4), pairs=True), Caller(num_choices)
+    execution, _ = start(pools, changed(choices_request(num_choices), sampling=sampling))
+    (prefill,) = pools.running
+    pools.step(prefill)
+    caller.read(execution)
+    pools.decode = ()
+    fail_last(pools, worker_pb2.FAILURE_KIND_GONE)
+    caller.read(execution)
+    pools.step(prefill, num_choices)
+    caller.read(execution)
+    assert caller.finished == {num_choices - 1}
+    assert execution._open_choices() == set(range(num_choices - 1))
+    assert execution.done == (num_choices == 1)
+    pools.decode = ("d9",)
+    if prefill_ends:
+        prefill.client.kill()
+    while not execution.done:
+        caller.read(execution)
+        pools.advance()
+    assert caller.ids == [
+        completion((5, 6, 7, 8), seed + choice, 30) for choice in range(num_choices)
+    ]
+    assert not pools.held
+    assert not pools.subscribers
+
+
 def test_nobody_waits_for_a_worker_for_ever() -> None:
     pools, caller, clock = FakePools(random.Random(4), pairs=False), Caller(1), Clock()
     execution, _ = start(pools, choices_request(1), clock=clock, park_seconds=5.0)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -41,12 +41,18 @@ class Reader:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[FakeWorker, WorkerClient, list[int]]]:
+async def connected(
+    room_elsewhere: Callable[[], int] = lambda: 0,
+) -> AsyncIterator[tuple[FakeWorker, WorkerClient, list[int]]]:
     worker = FakeWorker()
     await worker.server.start()
     loads: list[int] = []
     client = WorkerClient(
-        WORKER, worker.address, IDENTITY, lambda message: loads.append(message.load.num_waiting)
+        WORKER,
+        worker.address,
+        IDENTITY,
+        lambda client, message: loads.append(message.load.num_waiting),
+        room_elsewhere=room_elsewhere,
     )
     try:
         async with asyncio.timeout(WAIT):
@@ -257,6 +263,36 @@ async def test_what_a_worker_that_drains_has_not_read_is_no_crash(drains: bool) 
         assert reader.stream.failure.kind == kind
 
 
+async def test_a_draining_worker_suspends_as_many_sequences_as_others_have_room_for() -> None:
+    room = [4]
+    async with connected(lambda: room[0] - client.num_moving) as (worker, client, _):
+        sizes = {"a": 1, "b": 4, "c": 2, "d": 1, "e": 1}
+        readers = {name: Reader(client, name, num_choices=size) for name, size in sizes.items()}
+        Reader(client, "prompt", task=worker_pb2.TASK_PREFILL)
+        for _ in range(6):
+            await worker.commands.get()
+        load = worker_pb2.SessionResponse(load=worker_pb2.WorkerLoad(draining=True))
+
+        async def told(count: int) -> list[str]:
+            return [(await worker.commands.get()).suspend.request_id for _ in range(count)]
+
+        worker.answers.put_nowait(load)
+        assert await told(3) == ["a", "c", "d"]
+        assert client.num_moving == 4
+        for choice in range(2):
+            readers["c"].stream.hold(choice)
+        assert client.num_moving == 2
+        worker.answers.put_nowait(load)
+        assert await told(1) == ["e"]
+        readers["a"].stream.cancel()
+        await worker.commands.get()
+        room[0] = 6
+        worker.answers.put_nowait(load)
+        assert await told(1) == ["b"]
+        assert client.num_moving == 6
+        assert worker.commands.empty()
+
+
 async def test_what_came_before_the_break_is_still_there() -> None:
     async with connected() as (worker, client, _):
         reader = Reader(client, "a")
@@ -285,7 +321,7 @@ async def test_a_submit_at_the_moment_of_the_break_fails() -> None:
 async def test_a_client_closed_before_its_session_began_breaks_too() -> None:
     breaks: list[bool] = []
     client = WorkerClient(
-        WORKER, "127.0.0.1:1", IDENTITY, lambda message: None, lambda: breaks.append(True)
+        WORKER, "127.0.0.1:1", IDENTITY, lambda *_: None, lambda client: breaks.append(True)
     )
     reader = Reader(client, "a")
     async with asyncio.timeout(WAIT):

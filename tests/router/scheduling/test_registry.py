@@ -277,6 +277,22 @@ def test_nothing_is_placed_on_a_worker_whose_session_has_broken_until_another_se
     assert places() == {"d0", "d1"}
 
 
+def test_the_room_of_other_workers_is_free_sequences_and_free_kv_cache() -> None:
+    registry = registry_of(1, 3, max_sequences=4)
+    assert registry.room_elsewhere("d0") == 8
+    assert registry.room_elsewhere("p0") == registry.room_elsewhere("left") == 12
+    for number, worker_id in enumerate(("d0", "d0", "d1")):
+        registry.dispatched(worker_id, request(prompt(number, 1000), str(number)), 0)
+    assert registry.room_elsewhere("d0") == 7
+    report(registry, "d2", load=load(draining=True, version=1))
+    assert registry.room_elsewhere("d0") == registry.room_elsewhere("d2") - 2 == 3
+    held = worker_pb2.WorkerLoad(
+        free_blocks=130, owned_blocks=3966, total_blocks=4096, num_running=1, version=1
+    )
+    report(registry, "d1", load=held)
+    assert registry.room_elsewhere("d0") == 2, "each of its sequences takes 63 blocks"
+
+
 def dispatch_of(prefill: str | None, decode: str) -> Placement:
     return Placement(prefill=prefill, decode=decode)
 

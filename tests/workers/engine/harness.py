@@ -59,6 +59,7 @@ def engine_config(**config: Any) -> EngineConfig:
             "num_states",
             "num_host_states",
             "state_tokens",
+            "draft_context_tokens",
         )
         if name in config
     }

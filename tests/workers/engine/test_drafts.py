@@ -24,7 +24,7 @@ from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import SpeculativeConfig
 from tandem.workers.engine.events import Admitted, Failed, NewTokens, Suspended
 from tandem.workers.engine.ngram import Drafter
-from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.engine.plan import DraftRequest, SamplingParams
 from tandem.workers.engine.sequence import FinishReason, SequenceSpec, Task
 
 Draft = Callable[[Sequence[int], int], tuple[int, ...]]
@@ -298,6 +298,38 @@ def test_a_sequence_with_pending_tokens_waits_for_one_where_a_draft_is_likely(
         target, _ = start(worker, spec(1, max_tokens=12), right(length))
         run(target)
         assert sum(bool(plan.sequences) for plan in target.executor.plans) == num_steps
+
+
+def test_a_sequence_beyond_the_context_of_the_draft_model_skips_no_step_and_takes_no_room(
+    worker: MakeWorker,
+) -> None:
+    context = len(PROMPT) + 8
+    config = SpeculativeConfig(model="draft", max_step_tokens=7)
+    target = worker(speculative=config, draft_context_tokens=context)
+    ends: list[int] = []
+
+    def propose(requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        ends.extend(len(each.tokens) + each.count for each in requests)
+        return {
+            each.sequence_id: tuple(expected(tuple(each.tokens), each.count)) for each in requests
+        }
+
+    target.engine.scheduler._propose = propose
+    target.submit(spec(1, max_tokens=30))
+    target.sequences[1].drafter = None
+    num_made = 0
+    while num_made < 20:
+        num_made += sum(counts(target.step()))
+    assert max(ends) == context
+    ends.clear()
+    num_steps = 0
+    while target.engine.has_work:
+        num_made += sum(counts(target.step()))
+        num_steps += 1
+    assert num_made == 30
+    assert num_steps <= 11 + target.config.overlap, "the last one drops the sequence"
+    assert not ends
+    target.check_idle()
 
 
 def test_a_failed_draft_fails_its_sequence_alone(worker: MakeWorker) -> None:

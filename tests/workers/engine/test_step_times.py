@@ -70,11 +70,13 @@ class Run:
     steps: list[Step] = field(default_factory=list)
     first: dict[int, float] = field(default_factory=dict)  # times of first tokens
 
+    num_blocks: int = 100_000
+
     def __post_init__(self) -> None:
         self.executor = TimedExecutor(self.speed)
         self.engine = Engine(
             self.executor,
-            EngineConfig(num_blocks=100_000, budgets=self.budgets),
+            EngineConfig(num_blocks=self.num_blocks, budgets=self.budgets),
             clock=lambda: self.executor.now,
         )
         self._num_sequences = 0
@@ -258,6 +260,25 @@ def test_a_burst_is_computed_in_whole_chunks_until_more_streams_decode_than_wait
     assert run.steps[0] == Step(num_rows=1, num_tokens=511, num_prompts=9)
     assert run.steps[1].num_rows == 6
     assert all(step.num_tokens <= 11 for step in run.steps[1:])
+
+
+@pytest.mark.parametrize(
+    ("max_sequences", "num_blocks", "max_tokens"), [(4, 100_000, 400), (64, 90, 380)]
+)
+def test_prompts_that_wait_for_a_stream_to_end_are_no_burst(
+    max_sequences: int, num_blocks: int, max_tokens: int
+) -> None:
+    """One prompt has the last sequence, or the last blocks, which three streams hold."""
+    limits = replace(budgets(), max_sequences=max_sequences)
+    run = Run(Speed(row=0.0, token=0.001), limits, num_blocks=num_blocks)
+    run.until_first_tokens([run.submit(20, max_tokens) for _ in range(3)])
+    run.until_first_tokens([run.submit(100, 1)])
+    run.steps.clear()
+    first, *_ = [run.submit(300, 20) for _ in range(8)]
+    run.until_first_tokens([first])
+    assert run.steps[0].num_prompts == 8
+    chunks = [step.num_tokens for step in run.steps if step.num_tokens]
+    assert max(chunks) <= 12
 
 
 def test_a_long_prompt_alone_gets_whole_chunks() -> None:

@@ -239,7 +239,9 @@ def test_a_draft_model_with_a_shorter_context_proposes_nothing_beyond_it(tmp_pat
     model = load(make_tiny_model(tmp_path / "model"))
     draft = load(make_tiny_model(tmp_path / "draft", max_position_embeddings=48))
     plain, _ = generate(model, [prompt(30)], [GREEDY], None)
-    guessed, _ = generate(DraftingExecutor(model, draft), [prompt(30)], [GREEDY])
+    guessed, _ = generate(
+        DraftingExecutor(model, draft), [prompt(30)], [GREEDY], draft_context_tokens=48
+    )
     assert tokens_of(guessed) == tokens_of(plain)
 
 
@@ -251,6 +253,8 @@ def test_a_rank_counts_the_draft_models_kv_cache(tmp_path: Path) -> None:
     config = RankConfig(model=str(folder), identity=IDENTITY, dtype="float32", kv_cache_bytes=2**20)
     plain, drafting = load_rank(config), load_rank(replace(config, draft_model=str(small)))
     assert isinstance(drafting.executor, DraftingExecutor)
+    assert drafting.engine_config(Budgets()).draft_context_tokens == 2_048
+    assert plain.engine_config(Budgets()).draft_context_tokens is None
     assert plain.num_blocks == 2**20 // (16 * 2 * 2 * 2 * 16 * 4)
     assert (
         drafting.num_blocks == drafting.executor._model.kv.num_blocks == plain.num_blocks * 2 // 3
