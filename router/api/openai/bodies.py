@@ -250,10 +250,10 @@ Given = Annotated[Literal[True] | None, GetPydanticSchema(lambda _source, _handl
 
 
 def refusing(reason: str) -> GetPydanticSchema:
-    """Returns the annotation of a field that must be null."""
+    """Returns the annotation of a field that must be null or an empty list."""
 
     def check(value: object) -> None:
-        if value is not None:
+        if value is not None and value != []:
             raise PydanticCustomError("refused", reason)
 
     schema = core_schema.no_info_plain_validator_function(check)
@@ -270,7 +270,11 @@ _MARK_FORMS: Final = {
 
 
 class OpenModel(BaseModel):
-    """Keeps the names of unknown fields, so that `parse` can refuse them by name."""
+    """Keeps the names of unknown fields, so that `parse` can refuse them by name.
+
+    The base of bodies, and of nested objects whose members are parameters of Tandem or vLLM: an
+    unknown name there is a typing error, which would silently change the answer.
+    """
 
     model_config = ConfigDict(
         strict=True, extra="allow", json_schema_extra={"additionalProperties": False}
@@ -278,23 +282,23 @@ class OpenModel(BaseModel):
     __pydantic_extra__: dict[str, Given] = Field(init=False)
 
 
-class ReturnedModel(OpenModel):
-    """Ignores unknown fields.
+class NestedModel(BaseModel):
+    """Ignores unknown members, as vLLM does.
 
-    Clients send parts of answers back, with fields that the service or a library has added, such as
-    the `index` of a streamed tool call.
+    The base of messages, parts, tools and other nested objects of OpenAI and Anthropic. Clients add
+    members of their own there, and send parts of answers back with members that a library added.
     """
 
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+    model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class OtherPart(ReturnedModel):
+class OtherPart(NestedModel):
     """Declares a part or block that is not text; frontend/chat.py refuses it."""
 
     type: str
 
 
-class CacheControl(OpenModel):
+class CacheControl(NestedModel):
     """Declares Anthropic's mark of a prefix that stays in the prefix cache."""
 
     type: Literal["ephemeral"]
@@ -309,7 +313,7 @@ REQUEST_TTL: Final = "request"
 """Stands for the ttl of the request, in marks that have none."""
 
 
-class PromptCacheBreakpoint(OpenModel):
+class PromptCacheBreakpoint(NestedModel):
     """Declares OpenAI's mark of a prefix that stays in the prefix cache."""
 
     mode: Literal["explicit"]
@@ -322,7 +326,7 @@ class PromptCacheBreakpoint(OpenModel):
         return self.ttl or REQUEST_TTL
 
 
-class PromptCacheOptions(OpenModel):
+class PromptCacheOptions(NestedModel):
     mode: Literal["implicit", "explicit"] | None = Field(
         None, description="explicit: keeps only the prefixes with a prompt_cache_breakpoint."
     )
@@ -338,7 +342,7 @@ _MARKS: Final[Mapping[str, TypeAdapter[CacheControl] | TypeAdapter[PromptCacheBr
 """The types of the marks that a part of a message can have, by name."""
 
 
-class StreamOptions(OpenModel):
+class StreamOptions(NestedModel):
     include_usage: bool | None = Field(
         None, description="Sends the usage in a separate event at the end."
     )
@@ -348,7 +352,7 @@ class StreamOptions(OpenModel):
     include_obfuscation: Only[Literal[False]] = None
 
 
-class JsonSchema(OpenModel):
+class JsonSchema(NestedModel):
     """Declares OpenAI's JSON schema format."""
 
     name: Ignored[str] = None
@@ -359,7 +363,7 @@ class JsonSchema(OpenModel):
     strict: Ignored[bool] = None
 
 
-class ResponseFormat(OpenModel):
+class ResponseFormat(NestedModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -418,18 +422,18 @@ class CompletionFields(Body):
     add_special_tokens: Only[Literal[True]] = None
 
 
-class CalledFunction(ReturnedModel):
+class CalledFunction(NestedModel):
     name: Name
     arguments: str | None = Field(description="A JSON object; null: no arguments.")
 
 
-class ToolCallBody(ReturnedModel):
+class ToolCallBody(NestedModel):
     id: str
     type: Literal["function"] | None = "function"
     function: CalledFunction
 
 
-class MessageBody(OpenModel):
+class MessageBody(NestedModel):
     role: str = Field(json_schema_extra={"minLength": 1, "maxLength": limits.MAX_ROLE_CHARACTERS})
     content: Annotated[
         Content,
@@ -451,12 +455,10 @@ class MessageBody(OpenModel):
     ] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="The reasoning of the assistant.")
-    refusal: Annotated[str | None, Field(max_length=0)] = None
-    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     cache_control: CacheControl | None = None
 
 
-class AssistantMessage(MessageBody, ReturnedModel):
+class AssistantMessage(MessageBody):
     """Declares a message of the assistant, which may be an earlier answer."""
 
     role: Literal["assistant"]
@@ -475,7 +477,7 @@ Message = Annotated[
 ]
 
 
-class FunctionBody(OpenModel):
+class FunctionBody(NestedModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
@@ -484,17 +486,17 @@ class FunctionBody(OpenModel):
     )
 
 
-class ToolBody(OpenModel):
+class ToolBody(NestedModel):
     type: Literal["function"]
     function: FunctionBody
     cache_control: CacheControl | None = None
 
 
-class NamedFunction(OpenModel):
+class NamedFunction(NestedModel):
     name: Name
 
 
-class NamedTool(OpenModel):
+class NamedTool(NestedModel):
     type: Literal["function"]
     function: NamedFunction
 

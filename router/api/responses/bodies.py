@@ -13,12 +13,12 @@ from ..openai.bodies import (
     LastEventId,
     Name,
     NamedFunction,
+    NestedModel,
     Only,
     OpenModel,
     OtherPart,
     PromptCacheBreakpoint,
     PromptCacheOptions,
-    ReturnedModel,
     TextOrItems,
     member,
     refusing,
@@ -33,15 +33,13 @@ NoConversation = Annotated[
 
 def _item_tag(value: object) -> str | None:
     kind = value.get("type", "message") if isinstance(value, dict) else member(value, "type")
-    if kind == "message" and member(value, "role") == "assistant":
-        return "[assistant]"
     return f"[{kind}]" if isinstance(kind, str) else None
 
 
 _TextType = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
 
 
-class TextPart(ReturnedModel):
+class TextPart(NestedModel):
     type: _TextType
     text: str
     annotations: Ignored[list[Any]] = None
@@ -49,7 +47,7 @@ class TextPart(ReturnedModel):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class RefusalPart(ReturnedModel):
+class RefusalPart(NestedModel):
     type: Literal["refusal"]
     refusal: str
 
@@ -73,7 +71,7 @@ Part = Annotated[
 ]
 
 
-class MessageItem(OpenModel):
+class MessageItem(NestedModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrItems[Part]
@@ -82,13 +80,7 @@ class MessageItem(OpenModel):
     phase: Ignored[str] = None
 
 
-class AssistantItem(MessageItem, ReturnedModel):
-    """Declares a message of the assistant, which may be an earlier answer."""
-
-    role: Literal["assistant"]
-
-
-class FunctionCallItem(ReturnedModel):
+class FunctionCallItem(NestedModel):
     type: Literal["function_call"]
     call_id: str
     name: Name
@@ -97,7 +89,7 @@ class FunctionCallItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class FunctionOutputItem(ReturnedModel):
+class FunctionOutputItem(NestedModel):
     type: Literal["function_call_output"]
     call_id: str
     output: TextOrItems[Part]
@@ -105,7 +97,7 @@ class FunctionOutputItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class ReasoningItem(ReturnedModel):
+class ReasoningItem(NestedModel):
     """Declares the reasoning of an earlier answer; only its text is read."""
 
     type: Literal["reasoning"]
@@ -118,7 +110,6 @@ class ReasoningItem(ReturnedModel):
 
 Item = Annotated[
     Annotated[MessageItem, Tag("[message]")]
-    | Annotated[AssistantItem, Tag("[assistant]")]
     | Annotated[FunctionCallItem, Tag("[function_call]")]
     | Annotated[FunctionOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")],
@@ -132,7 +123,7 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(OpenModel):
+class FunctionTool(NestedModel):
     """Declares a function. OpenAI's own tools are not supported."""
 
     type: Literal["function"]
@@ -159,7 +150,7 @@ ToolChoice = Annotated[
 ]
 
 
-class TextFormat(OpenModel):
+class TextFormat(NestedModel):
     type: Literal["text", "json_object", "json_schema"]
     name: Ignored[str] = None
     description: Ignored[str] = None
@@ -167,12 +158,12 @@ class TextFormat(OpenModel):
     strict: Ignored[bool] = None
 
 
-class TextConfig(OpenModel):
+class TextConfig(NestedModel):
     format: TextFormat | None = None
     verbosity: Ignored[str] = None
 
 
-class ReasoningConfig(OpenModel):
+class ReasoningConfig(NestedModel):
     """Declares the effort, which sets the variable reasoning_effort of the chat template."""
 
     effort: str | None = None
@@ -180,7 +171,7 @@ class ReasoningConfig(OpenModel):
     generate_summary: Ignored[str] = None
 
 
-class ResponseStreamOptions(OpenModel):
+class ResponseStreamOptions(NestedModel):
     include_obfuscation: Only[Literal[False]] = None
 
 

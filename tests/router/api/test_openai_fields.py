@@ -101,6 +101,63 @@ def test_documents_and_effort_are_variables_of_the_template_and_its_own_win() ->
     assert json.loads(prompt.chat.template_kwargs) == {"reasoning_effort": "high"}
 
 
+FREE = {"schema", "parameters", "input_schema", "input", "metadata"}
+"""Members whose objects have any names."""
+
+
+def with_unknown_members(value: Any) -> Any:
+    """Returns a value in which every object has another member, such as clients add."""
+    if isinstance(value, list):
+        return [with_unknown_members(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    more = {"client_member": {"a": [1]}}
+    return more | {
+        name: inner if name in FREE else with_unknown_members(inner)
+        for name, inner in value.items()
+    }
+
+
+NESTED: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "s"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "y", "cache_control": {"type": "ephemeral"}},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+    "prompt_cache_options": {"mode": "explicit", "ttl": "12h"},
+}
+
+
+def test_unknown_members_of_nested_objects_change_nothing() -> None:
+    expected = parse("chat", **NESTED)
+    found = parse("chat", **{name: with_unknown_members(each) for name, each in NESTED.items()})
+    assert (found.common, found.prompts) == (expected.common, expected.prompts)
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+def test_an_unknown_constraint_is_refused(path: str) -> None:
+    with pytest.raises(InvalidArgument, match="not a field") as caught:
+        parse(path, structured_outputs={"regex": "a", "regexp": "b"})
+    assert caught.value.field == "structured_outputs.regexp"
+
+
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLOSED = OPEN | {"additionalProperties": False}
 
