@@ -169,9 +169,7 @@ class CountTokensBody(OpenModel):
     fallbacks: Ignored[Any] = None
     inference_geo: Ignored[Any] = None
     speed: Ignored[Any] = None
-    compaction: Annotated[
-        None, refusing("is not supported: ask for a summary in a message")
-    ] = None
+    compaction: Annotated[None, refusing("is not supported: ask for a summary in a message")] = None
     container: Annotated[None, refusing("is not supported: the service runs no code")] = None
     mcp_servers: Annotated[
         None, refusing("is not supported: connect to the servers and send their tools in tools")

@@ -139,10 +139,20 @@ def _part_mark(part: Mapping[str, object]) -> str:
     return ""
 
 
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
-Count = Annotated[int, Field(ge=1, lt=2**32)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+def _whole(value: object) -> object:
+    """Returns a number without a fractional part, such as 16.0, as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE: Final = BeforeValidator(_whole)
+"""Makes an integer field accept 16.0, as JSON Schema does; some languages write 16 so."""
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+UInt32 = Annotated[int, Field(ge=0, lt=2**32), WHOLE]
+Count = Annotated[int, Field(ge=1, lt=2**32), WHOLE]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE]
+# Lists may have a million ids; a call of Python for each would hold the interpreter's lock.
+_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[
     str,
     Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"}),
@@ -158,7 +168,7 @@ LastEventId = Annotated[
     ),
 ]
 _Text = Annotated[str, Field(min_length=1)]
-_TokenIds = Annotated[list[UInt32], Field(min_length=1)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 
 
 def _text_or_list(value: object) -> str:
@@ -202,7 +212,7 @@ _TYPES: Final = {
     "float": float,
     "string": str,
     "json": str | dict[str, Any],
-    "token_ids": list[UInt32],
+    "token_ids": list[_TokenId],
     "logit_bias": dict[str, float],
 }
 
@@ -564,14 +574,14 @@ class DetokenizeBody(OpenModel):
     """Declares the body of POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[UInt32], Field(max_length=limits.MAX_TOKENS), FailFast()]
+    tokens: Annotated[list[_TokenId], Field(max_length=limits.MAX_TOKENS), FailFast()]
 
 
 class DetectWatermarkBody(OpenModel):
     """Declares the body of POST /v1/watermark/detect."""
 
     model: str | None = None
-    prompt: str | list[UInt32] = Field(description="A text or token ids.")
+    prompt: str | list[_TokenId] = Field(description="A text or token ids.")
 
 
 class LoadLoraAdapterBody(OpenModel):
@@ -586,7 +596,7 @@ class UnloadLoraAdapterBody(OpenModel):
     """Declares the body of POST /v1/unload_lora_adapter."""
 
     lora_name: str
-    lora_int_id: Ignored[int] = None
+    lora_int_id: Ignored[Any] = None
 
 
 def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M]:

@@ -1,6 +1,7 @@
 """Tests that each field of the openai package and of vLLM is supported or refused with a reason."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
+from tandem.proto.parameters import PARAMETERS
 from tandem.router.api.openai.bodies import REASONS, ChatBody, CompletionBody
 from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
 
@@ -134,7 +136,12 @@ NESTED: dict[str, Any] = {
                 {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
             ],
         },
-        {"role": "tool", "tool_call_id": "c", "content": "y", "cache_control": {"type": "ephemeral"}},
+        {
+            "role": "tool",
+            "tool_call_id": "c",
+            "content": "y",
+            "cache_control": {"type": "ephemeral"},
+        },
     ],
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     "tool_choice": {"type": "function", "function": {"name": "f"}},
@@ -149,6 +156,27 @@ def test_unknown_members_of_nested_objects_change_nothing() -> None:
     expected = parse("chat", **NESTED)
     found = parse("chat", **{name: with_unknown_members(each) for name, each in NESTED.items()})
     assert (found.common, found.prompts) == (expected.common, expected.prompts)
+
+
+INTEGERS = [
+    (path, name)
+    for path, is_chat in (("chat", True), ("completions", False))
+    for row in PARAMETERS
+    if row.kind in ("int32", "uint32", "uint64")
+    for name in row.body_names(chat=is_chat)
+]
+
+
+@pytest.mark.parametrize(("path", "name"), INTEGERS)
+def test_an_integer_may_have_a_point_but_no_fraction(path: str, name: str) -> None:
+    more = {"logprobs": True} if name == "top_logprobs" else {}
+    expected = parse(path, **more, **{name: 2}).common
+    found = parse(path, **more, **{name: 2.0}).common
+    assert found == expected != parse(path, **more).common
+    for value in (2.5, "2", True, math.inf):
+        with pytest.raises(InvalidArgument) as caught:
+            parse(path, **more, **{name: value})
+        assert caught.value.field == name
 
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
