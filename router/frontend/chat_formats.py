@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from ...proto.limits import MAX_TOOL_NAME_CHARACTERS
+
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
 """Tags around a tool call of Hermes models; text even if the tokenizer has them as special."""
 
@@ -97,6 +99,9 @@ def _answer(begin: str, end: str) -> dict[str, Any]:
     return {"answer": {"open_pattern": begin, "close_pattern": end, **_RAW}}
 
 
+CALLED_NAME: Final = rf"[\w.:/-]{{1,{MAX_TOOL_NAME_CHARACTERS}}}"
+"""The pattern of a tool's name in a call."""
+
 _SPACE: Final = r"\s{0,4}"  # bounded, so that much white space does not slow a pattern down
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
@@ -126,7 +131,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<|channel|>analysis",),
         markup=_HARMONY,
         fields=_calls(
-            rf"{_TURN}{_CHANNEL}{_SPACE}to=functions\.(?P<name>[\w.:/-]{{1,64}}){_SPACE}"
+            rf"{_TURN}{_CHANNEL}{_SPACE}to=functions\.(?P<name>{CALLED_NAME}){_SPACE}"
             rf"{_CHANNEL}{_SPACE}(?:<\|constrain\|>)?(?:json|code)?{_SPACE}<\|message\|>",
             "<|call|>",
             "<|end|>",

@@ -20,7 +20,7 @@ from transformers.utils.chat_parsing.response_templates import (
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools
-from ..frontend.chat_formats import CALL_FORMATS, CONTENT, REASONING_FORMATS
+from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
 from .tool_parser import make_call, parser_for
 
@@ -37,10 +37,10 @@ _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _MAX_OPENING_TOKENS: Final = 8
 _MISTRAL_CALL: Final = re.compile(
-    r"\s*\[TOOL_CALLS\]\s*([\w.:/-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
+    rf"\s*\[TOOL_CALLS\]\s*({CALLED_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 )
 _JSON: Final = json.JSONDecoder()
-_GEMMA_CALL: Final = re.compile(r"\s*call:([\w.:/-]{1,64})(\{.*\})\s*", re.DOTALL)
+_GEMMA_CALL: Final = re.compile(rf"\s*call:({CALLED_NAME})(\{{.*\}})\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,9 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE]
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[
     str,
-    Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"}),
+    Field(
+        json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_TOOL_NAME_CHARACTERS}}}$"}
+    ),
 ]
 Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
 Only = Annotated[_T | None, Field(description="No other value is supported.")]

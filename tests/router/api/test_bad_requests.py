@@ -418,8 +418,8 @@ HTTP_CASES: list[Case] = [
         "messages[0].tool_calls[1].function.name",
         "letters",
     ),
-    (CHAT, says(role="tool", tool_call_id="c" * 65), 400, "messages[0].tool_call_id", "is 64"),
-    (CHAT, offers(name=""), 400, "tools[0].function.name", "1 to 64"),
+    (CHAT, says(role="tool", tool_call_id="c" * 4_097), 400, "messages[0].tool_call_id", "is 4096"),
+    (CHAT, offers(name=""), 400, "tools[0].function.name", "1 to 128"),
     (CHAT, offers(name="f", parameters=[]), 400, "tools[0].function.parameters", "object"),
     (CHAT, offers(parameters={"type": "array"}), 400, "tools[0].function.parameters", "object"),
     (CHAT, offers(parameters={"a": math.inf}), 400, "tools[0].function.parameters", "JSON"),
@@ -459,10 +459,10 @@ HTTP_CASES: list[Case] = [
     ),
     (
         MESSAGES,
-        sends({"type": "tool_result", "tool_use_id": "i" * 65}),
+        sends({"type": "tool_result", "tool_use_id": "i" * 4_097}),
         400,
         "messages[0].content[0]",
-        "maximum is 64",
+        "maximum is 4096",
     ),
     (
         MESSAGES,
@@ -522,11 +522,13 @@ HTTP_CASES: list[Case] = [
     (
         RESPONSES,
         response(
-            input=[{"type": "function_call", "call_id": "c" * 65, "name": "f", "arguments": "{}"}]
+            input=[
+                {"type": "function_call", "call_id": "c" * 4_097, "name": "f", "arguments": "{}"}
+            ]
         ),
         400,
         "input[0]",
-        "maximum is 64",
+        "maximum is 4096",
     ),
     ("/tokenize", b"{", 400, None, "not valid JSON"),
     ("/tokenize", b"{}", 400, "prompt", "required"),

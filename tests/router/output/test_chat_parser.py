@@ -62,10 +62,20 @@ Köln
 </parameter>
 </function>
 </tool_call>"""
+LONGEST = "f" * 128
 Read = tuple[str, str, list[tuple[str, Any]]]
 """Text, reasoning, calls."""
 
 CALLS: list[tuple[str, str, Read]] = [
+    *(
+        (name, text, ("", "", [(LONGEST, {})]))
+        for name, text in (
+            ("openai", f"{COMMENTARY.replace('weather', LONGEST)}{{}}<|call|>"),
+            ("mistral_v11", f"[TOOL_CALLS]{LONGEST}[ARGS]{{}}"),
+            ("gemma4", f"<|tool_call>call:{LONGEST}{{}}<tool_call|>"),
+            ("qwen3_coder", f"<tool_call><function={LONGEST}></function></tool_call>"),
+        )
+    ),
     ("openai", f"{COMMENTARY}{CITY}<|call|>", ("", "", ONE)),
     ("openai", f"<|channel|>analysis<|message|>Hm.<|end|>{COMMENTARY}{CITY}", ("", "Hm.", ONE)),
     (
