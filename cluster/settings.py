@@ -83,6 +83,21 @@ def _key_hashes(value: Any) -> Mapping[str, object]:
     return {"auth.key_hashes": hash_given_keys(value, "api_key")}
 
 
+def _origins(value: Any) -> Mapping[str, object]:
+    """Reads origins, or lists of them that may be JSON, as of vLLM's flag."""
+    found: list[object] = []
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(each, str) or not each.startswith("["):
+            found.append(each)
+            continue
+        try:
+            found += json.loads(each)
+        except ValueError:
+            text = f"must be an origin or a JSON list of origins, got {each[:80]!r}"
+            raise InvalidArgument(text, "cors_origin") from None
+    return {"router.cors_origins": found}
+
+
 def _pools(name: str) -> tuple[str, str]:
     return f"prefill.{name}", f"decode.{name}"
 
@@ -324,6 +339,22 @@ SETTINGS: Final = (
         help="The port of metrics and probes; 0 takes a free one.",
     ),
     Setting(
+        name="host_name",
+        keys=("router.host_names",),
+        kind=list,
+        help="A host name by which clients call the HTTP API without keys, or the status page. May "
+        "be given several times; * is any name.",
+    ),
+    Setting(
+        name="cors_origin",
+        keys=("router.cors_origins",),
+        vllm=("allowed_origins",),
+        kind=list,
+        convert=_origins,
+        help="An origin of web pages that may use the HTTP API, such as https://chat.example.com. "
+        "May be given several times; * is any origin.",
+    ),
+    Setting(
         name="api_keys",
         keys=("auth.keys_file",),
         kind=Path,
@@ -411,7 +442,6 @@ REFUSED: Final = {
     "uvicorn_log_level": "set log_format",
     "disable_uvicorn_access_log": "there is no such log",
     "otlp_traces_endpoint": "set tracing.endpoint",
-    "allowed_origins": "set router.cors_origins",
     "allow_credentials": "API keys are sent in headers",
     "ssl_certfile": "set router.tls.certificate",
     "ssl_keyfile": "set router.tls.key",

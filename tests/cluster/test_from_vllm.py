@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "chat_template": "{{ messages[0].content }}",
     "adapters": "a=/x",
     "host": "::1",
+    "cors_origin": '["https://a.example", "*"]',
     "gpu_memory_utilization": 0.5,
 }
 """A value of each setting that is not the default; 7 of the others that are numbers."""
@@ -119,6 +120,23 @@ def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for wrong in ("a", "{", '{"name": "a"}'):
         with pytest.raises(InvalidArgument, match="adapters: must be NAME=FOLDER, got"):
             serve_m("--adapters", wrong)
+
+
+def test_host_names_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = served(monkeypatch, "--host-name", "a.example", "--host-name", "b")
+    assert config.router.host_names == ("a.example", "b")
+    expected = ("https://a.example", "https://b.example")
+    many = ("--cors-origin", expected[0], "--allowed-origins", json.dumps(expected[1:]))
+    assert served(monkeypatch, *many).router.cors_origins == expected
+    as_list = f"allowed-origins: {json.dumps(expected)}"
+    assert configured(tmp_path, as_list).router.cors_origins == expected
+    for flags, words in (
+        (("--cors-origin", "["), "cors_origin: must be an origin or a JSON list"),
+        (("--cors-origin", "a.example"), r"router.cors_origins\[0\]: must be an origin such as"),
+        (("--host-name", "http://a"), r"router.host_names\[0\]: must be a host name"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            serve_m(*flags)
 
 
 @pytest.mark.parametrize("name", REFUSED)
