@@ -309,7 +309,9 @@ SETTINGS: Final = (
         name="served_model_name",
         keys=("served_model_name",),
         vllm=("served_model_name",),
-        help="The name under which the model is served.",
+        kind=list,
+        help="The name under which the model is served. May be given several times; answers have "
+        "the first name.",
     ),
     Setting(
         name="name",

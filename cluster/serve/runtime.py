@@ -165,6 +165,7 @@ class RouterRuntime:
             resume_key,
             monitor.telemetry,
             _adapter_admin(config, adapters, registry, identity),
+            names=config.served_names,
             aliases=config.aliases,
             resume_policy=ResumePolicy(router.resume_seconds),
             storage=storage,

@@ -122,6 +122,12 @@ def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             serve_m("--adapters", wrong)
 
 
+def test_several_names_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ("--served-model-name", "a", "--served-model-name", "b")
+    assert served(monkeypatch, *flags).served_names == ("a", "b")
+    assert configured(tmp_path, "served-model-name: [a, b]").served_names == ("a", "b")
+
+
 def test_host_names_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = served(monkeypatch, "--host-name", "a.example", "--host-name", "b")
     assert config.router.host_names == ("a.example", "b")
