@@ -34,6 +34,7 @@ ToolCallParserName = Literal[
     "phi4_mini_json",
     "granite",
     "cohere_command3",
+    "lfm2",
     "llama3_json",
 ]
 ReasoningParserName = Literal[
@@ -198,6 +199,16 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
             head=('{"tool_name": %j, "parameters": ',),
             between=_LIST_BETWEEN,
             end=("]", "<|END_ACTION|>"),
+        ),
+    ),
+    "lfm2": ChatFormat(  # a demanded call is written in JSON, as models do if they are asked to
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+        markup=("<|tool_call_start|>", "<|tool_call_end|>"),
+        fields=_calls(r"<\|tool_call_start\|>", "<|tool_call_end|>"),
+        grammar=CallGrammar(
+            begin=("<|tool_call_start|>", "["),
+            between=_LIST_BETWEEN,
+            end=("]", "<|tool_call_end|>"),
         ),
     ),
     "llama3_json": ChatFormat(

@@ -40,6 +40,7 @@ SIGNS = {
     "phi4_mini_json": "<|tool|><|/tool|>",
     "granite": "<|tool_call|>",
     "cohere_command3": "<|START_ACTION|>",
+    "lfm2": "List of tools: <|tool_list_start|>[",
     "llama3_json": "<|python_tag|>",
 }
 """By format, what the chat templates of its models have."""
@@ -131,6 +132,18 @@ CALLS: list[tuple[str, str, Read]] = [
         "cohere_command3",
         f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>',
         ("", "", ONE),
+    ),
+    (
+        "lfm2",
+        "I look.<|tool_call_start|>[weather(city='Köln'), now()]<|tool_call_end|>",
+        ("I look.", "", TWO),
+    ),
+    ("lfm2", f"<|tool_call_start|>{LIST}<|tool_call_end|>", ("", "", TWO)),
+    ("lfm2", '<|tool_call_start|>weather(city="Köln")<|tool_call_end|> b', (" b", "", ONE)),
+    (
+        "lfm2",
+        "<|tool_call_start|>[weather(city=town)]<|tool_call_end|>",
+        ("<|tool_call_start|>[weather(city=town)]<|tool_call_end|>", "", []),
     ),
     (
         "cohere_command3",
@@ -276,6 +289,7 @@ MARKUP = [
         "<|tool_call|>",
         "<|tool_call>",
     ),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "[f(x=7)]"),
     *(
         "<tool_call|>",
         "<|/tool_call|>",
@@ -560,6 +574,9 @@ def written(name: str) -> str:
         "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]',
         "cohere_command3": (
             f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>'
+        ),
+        "lfm2": (
+            f'<|tool_call_start|>[{{"name": "weather", "arguments": {CITY}}}]<|tool_call_end|>'
         ),
         "llama3_json": llama("weather", CITY),
     }[name]
