@@ -461,14 +461,15 @@ _BY_VLLM_NAME: Final = {name: setting for setting in SETTINGS for name in settin
 
 
 def collect_overrides(values: Mapping[str, Any]) -> dict[str, object]:
-    """Returns dotted keys of the configuration for values by our names; None and [] set nothing.
+    """Returns dotted keys of the configuration for values by our names.
 
-    A later row of SETTINGS wins over an earlier one. Raises InvalidArgument.
+    None, [] and () set nothing; typer gives () for an absent flag that may be repeated. A later row
+    of SETTINGS wins over an earlier one. Raises InvalidArgument.
     """
     overrides: dict[str, object] = {}
     for setting in SETTINGS:
         value = values.get(setting.name)
-        if value is not None and value != []:
+        if value is not None and value != [] and value != ():
             overrides |= setting.overrides(value)
     return overrides
 

@@ -111,6 +111,22 @@ def test_flags_win_over_aliases_in_the_file(
     assert (config.context_tokens, config.prefill.tp, config.decode.tp) == (256, 4, 4)
 
 
+def test_an_absent_flag_leaves_the_list_of_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "service.yaml"
+    lists = {
+        "adapters": {"a": "/x"},
+        "auth": {"key_hashes": ["0" * 64]},
+        "router": {"host_names": ["a.example"], "cors_origins": ["https://a.example"]},
+        "served_model_name": ["b", "c"],
+    }
+    file.write_text(json.dumps({"model": "m"} | lists))
+    assert served(monkeypatch, "--config", str(file)) == load_config(file)
+    config = served(monkeypatch, "--config", str(file), "--host-name", "b")
+    assert (config.router.host_names, config.adapters) == (("b",), {"a": "/x"})
+
+
 def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = {"a": "/x", "b": "/y"}
     second = '{"name": "b", "path": "/y"}'
@@ -138,8 +154,8 @@ def test_host_names_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert configured(tmp_path, as_list).router.cors_origins == expected
     for flags, words in (
         (("--cors-origin", "["), "cors_origin: must be an origin or a JSON list"),
-        (("--cors-origin", "a.example"), r"router.cors_origins\[0\]: must be an origin such as"),
-        (("--host-name", "http://a"), r"router.host_names\[0\]: must be a host name"),
+        (("--cors-origin", "a.example"), r"router\.cors_origins\.0: must be an origin such as"),
+        (("--host-name", "http://a"), r"router\.host_names\.0: must be a host name"),
     ):
         with pytest.raises(InvalidArgument, match=words):
             serve_m(*flags)
