@@ -11,7 +11,15 @@ from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, TypeGuard, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, Strict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ..proto.addresses import in_brackets, is_loopback
@@ -57,6 +65,18 @@ def _check_transport(name: str) -> str:
         )
     return name
 
+
+def _listed(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+ServedNames = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+    Field(min_length=1, max_length=16),
+    Strict(False),
+    BeforeValidator(_listed),
+]
+"""A name, or a list of names."""
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(in_brackets)]
@@ -271,7 +291,7 @@ class TandemConfig(BaseModel):
 
     # A built-in model's name, a local folder, a GGUF file or a hub id.
     model: str = Field(min_length=1, max_length=4096)
-    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
+    served_model_name: ServedNames | None = None  # answers have the first name
     name: Annotated[
         str,
         matching(
@@ -371,7 +391,7 @@ class TandemConfig(BaseModel):
                 f"kv_transports: {', '.join(self.transports)} cannot move KV cache on "
                 f"{self.device}; leave it out, or give [] for gRPC alone"
             )
-        for name in (self.served_name, *self.aliases):
+        for name in (*self.served_names, *self.aliases):
             if name in self.adapters:
                 raise ValueError(f"adapters.{name}: the model has this name; choose another one")
         for role, pool in self.pools.items():
@@ -398,9 +418,14 @@ class TandemConfig(BaseModel):
 
     @property
     def served_name(self) -> str:
-        """Returns the name under which the model is served."""
+        """Returns the name of the model in answers."""
+        return self.served_names[0]
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Returns the listed names under which the model is served."""
         name = PurePath(re.sub(_REVISION, r"\1", self.model)).name
-        return self.served_model_name or name.removesuffix(".gguf")
+        return self.served_model_name or (name.removesuffix(".gguf"),)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -411,7 +436,7 @@ class TandemConfig(BaseModel):
         given = dict.fromkeys(
             (self.model, self.model.rstrip("/"), re.sub(_REVISION, r"\1", self.model))
         )
-        return tuple(name for name in given if name not in ("", self.served_name))
+        return tuple(name for name in given if name not in ("", *self.served_names))
 
     @property
     def pools(self) -> dict[PoolRole, PoolConfig]:

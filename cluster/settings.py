@@ -83,6 +83,21 @@ def _key_hashes(value: Any) -> Mapping[str, object]:
     return {"auth.key_hashes": hash_given_keys(value, "api_key")}
 
 
+def _origins(value: Any) -> Mapping[str, object]:
+    """Reads origins, or lists of them that may be JSON, as of vLLM's flag."""
+    found: list[object] = []
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(each, str) or not each.startswith("["):
+            found.append(each)
+            continue
+        try:
+            found += json.loads(each)
+        except ValueError:
+            text = f"must be an origin or a JSON list of origins, got {each[:80]!r}"
+            raise InvalidArgument(text, "cors_origin") from None
+    return {"router.cors_origins": found}
+
+
 def _pools(name: str) -> tuple[str, str]:
     return f"prefill.{name}", f"decode.{name}"
 
@@ -294,7 +309,9 @@ SETTINGS: Final = (
         name="served_model_name",
         keys=("served_model_name",),
         vllm=("served_model_name",),
-        help="The name under which the model is served.",
+        kind=list,
+        help="The name under which the model is served. May be given several times; answers have "
+        "the first name.",
     ),
     Setting(
         name="name",
@@ -322,6 +339,22 @@ SETTINGS: Final = (
         keys=("router.ops_port",),
         kind=int,
         help="The port of metrics and probes; 0 takes a free one.",
+    ),
+    Setting(
+        name="host_name",
+        keys=("router.host_names",),
+        kind=list,
+        help="A host name by which clients call the HTTP API without keys, or the status page. May "
+        "be given several times; * is any name.",
+    ),
+    Setting(
+        name="cors_origin",
+        keys=("router.cors_origins",),
+        vllm=("allowed_origins",),
+        kind=list,
+        convert=_origins,
+        help="An origin of web pages that may use the HTTP API, such as https://chat.example.com. "
+        "May be given several times; * is any origin.",
     ),
     Setting(
         name="api_keys",
@@ -411,7 +444,6 @@ REFUSED: Final = {
     "uvicorn_log_level": "set log_format",
     "disable_uvicorn_access_log": "there is no such log",
     "otlp_traces_endpoint": "set tracing.endpoint",
-    "allowed_origins": "set router.cors_origins",
     "allow_credentials": "API keys are sent in headers",
     "ssl_certfile": "set router.tls.certificate",
     "ssl_keyfile": "set router.tls.key",
@@ -429,14 +461,15 @@ _BY_VLLM_NAME: Final = {name: setting for setting in SETTINGS for name in settin
 
 
 def collect_overrides(values: Mapping[str, Any]) -> dict[str, object]:
-    """Returns dotted keys of the configuration for values by our names; None and [] set nothing.
+    """Returns dotted keys of the configuration for values by our names.
 
-    A later row of SETTINGS wins over an earlier one. Raises InvalidArgument.
+    None, [] and () set nothing; typer gives () for an absent flag that may be repeated. A later row
+    of SETTINGS wins over an earlier one. Raises InvalidArgument.
     """
     overrides: dict[str, object] = {}
     for setting in SETTINGS:
         value = values.get(setting.name)
-        if value is not None and value != []:
+        if value is not None and value != [] and value != ():
             overrides |= setting.overrides(value)
     return overrides
 

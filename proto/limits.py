@@ -76,8 +76,14 @@ MAX_TOOLS: Final = 128
 MAX_TOOL_CALLS: Final = 128
 """Number of tool calls in one message."""
 
+MAX_TOOL_NAME_CHARACTERS: Final = 128
+"""Length of a tool's name; Anthropic has the same bound."""
+
+MAX_TOOL_CALL_ID_CHARACTERS: Final = 4_096
+"""Length of a tool call's id. Some services store a signature in it, and clients send it back."""
+
 MAX_NAME_CHARACTERS: Final = 64
-"""Length of a tool's name, a tool call's id, and a message's `name`."""
+"""Length of a message's `name`."""
 
 MAX_CACHE_BREAKPOINTS: Final = 4
 """Number of marks of prefixes that stay in the prefix cache, as in Anthropic and OpenAI."""

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ...proto.errors import InvalidArgument, TandemError
 from ...router.client.client import Client
-from ...router.client.types import ChatOptions
+from ...router.client.types import ChatOptions, Completion
 from ..service_url import GRPC_URL, ServiceAccess
 from ..tables import table_console
 from . import options as o
@@ -117,7 +117,7 @@ class ChatSession:
                 self._ask(line.removeprefix("/"))
 
     def _ask(self, question: str) -> None:
-        """Streams the answer to stdout and the model's reasoning to stderr.
+        """Streams the answer to stdout, and before it the model's reasoning to stderr.
 
         Keeps the answer in the conversation, also if it is cut off or fails.
         """
@@ -126,24 +126,40 @@ class ChatSession:
         self.messages.append({"role": "user", "content": question})
         system = [{"role": "system", "content": self.system}] if self.system else []
         answer = ""
+        after_reasoning = False
         with self.client.stream_chat([*system, *self.messages], **self.options) as stream:
             try:
                 for delta in stream:
                     answer += delta.text
                     if delta.reasoning:
                         typer.secho(delta.reasoning, nl=False, err=True, dim=True)
+                        after_reasoning = True
+                    if delta.text and after_reasoning:
+                        typer.echo(err=True)
+                        after_reasoning = False
                     typer.echo(delta.text, nl=False)
             except (KeyboardInterrupt, TandemError):
                 if answer:
                     self._end(answer)
                 raise
+            if after_reasoning:
+                typer.echo(err=True)
             self._end(answer)
+            self._note_cut(stream.completion())
             if self.shows_timeline:
                 print_timeline(stream.timeline)
 
     def _end(self, answer: str) -> None:
         self.messages.append({"role": "assistant", "content": answer})
         typer.echo()
+
+    def _note_cut(self, completion: Completion) -> None:
+        """Tells that an answer reached its maximum of tokens."""
+        if completion.finish_reason == "length":
+            num_tokens = completion.usage.completion_tokens
+            self.console.print(
+                f"cut off at {num_tokens} tokens; use --max-tokens", style="dim", highlight=False
+            )
 
     def _retry(self) -> None:
         if not self.messages:

@@ -86,9 +86,14 @@ class LocalEngine:
             connect=lambda *_: LocalChannel(worker.serve_session),
         )
         adapters = AdapterAdmin(self._adapters)
-        self._model_names = (model.name, *config.aliases)
+        self._model_names = (*config.served_names, *config.aliases)
         self.service = GenerationService(
-            [model], self._dispatcher, admission, adapters=adapters, aliases=config.aliases
+            [model],
+            self._dispatcher,
+            admission,
+            adapters=adapters,
+            names=config.served_names,
+            aliases=config.aliases,
         )
         self.max_sequences = worker.info().max_sequences
         self._has_ranks = config.decode.tp > 1

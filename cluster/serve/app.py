@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from ...proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ...proto.identity import PeerIdentity
 from ...proto.metrics import NULL_METRICS
-from ...router.api.browsers import BrowserRules
+from ...router.api.browsers import BrowserRules, own_names
 from ...router.api.console.feed import without_loads
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.frontend.template import start_for
@@ -338,7 +338,10 @@ class Router(Replica):
             return JSONResponse({"error": "the status page supports only GET and HEAD"}, 405)
         try:
             BrowserRules(
-                host_names=(node_host(self._config.host), *self._config.router.host_names)
+                host_names=(
+                    *own_names(node_host(self._config.host)),
+                    *self._config.router.host_names,
+                )
             ).check(request.headers)
             caller = self._authenticator.caller(request.headers.get("authorization"), "")
         except PermissionDenied as error:

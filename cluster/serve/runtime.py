@@ -19,7 +19,7 @@ from ...proto.identity import PeerIdentity
 from ...proto.metrics import Metrics
 from ...router.adapters import AdapterAdmin, AdapterRegistry
 from ...router.api.browsers import ANY as ANY_HOST
-from ...router.api.browsers import BrowserRules
+from ...router.api.browsers import BrowserRules, own_names
 from ...router.api.console.feed import ConsoleFeed
 from ...router.api.server.connection import ConnectionBounds
 from ...router.api.server.servers import ApiServers
@@ -165,6 +165,7 @@ class RouterRuntime:
             resume_key,
             monitor.telemetry,
             _adapter_admin(config, adapters, registry, identity),
+            names=config.served_names,
             aliases=config.aliases,
             resume_policy=ResumePolicy(router.resume_seconds),
             storage=storage,
@@ -344,7 +345,7 @@ def _monitor(config: TandemConfig, browsers: BrowserRules, secret: bytes) -> Rou
 def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
     # A page that has rebound its host name (DNS rebinding) has no key. If a key is required, any
     # host name is safe.
-    names = (ANY_HOST,) if config.auth.needs_key else (host, *config.router.host_names)
+    names = (ANY_HOST,) if config.auth.needs_key else (*own_names(host), *config.router.host_names)
     return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
 
 

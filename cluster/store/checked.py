@@ -1,5 +1,6 @@
 """Resolves MODEL and checks, before anything starts, that it can be served as configured."""
 
+import logging
 from pathlib import Path
 
 from ...proto.errors import InvalidArgument, TandemError
@@ -17,6 +18,8 @@ from ..config import TandemConfig
 from .generation_defaults import generation_defaults
 from .store import resolve_model
 
+_log = logging.getLogger(__name__)
+
 
 def checked_folder(config: TandemConfig) -> Path:
     """Returns the model's folder, fetched if needed, after checking that it can be served.
@@ -24,7 +27,8 @@ def checked_folder(config: TandemConfig) -> Path:
     `config` must come from `with_draft_folder`. Raises CheckpointError, InvalidArgument for a
     `context_tokens` beyond the model's, or InvalidArgument with all other reasons: a `tp` that does
     not divide the model's heads, a `kv_cache_dtype` that the model cannot have, a `device` that
-    cannot run it, an unusable draft model, adapter or `chat_template`.
+    cannot run it, an unusable draft model, adapter or `chat_template`. Logs a warning for a
+    `state_slots` without effect.
     """
     folder = resolve_model(config.model, dtype=config.dtype)
     start_for(folder)
@@ -66,6 +70,10 @@ def checked_folder(config: TandemConfig) -> Path:
             wrong.append(f"adapters.{name}: {error}")
     if wrong:
         raise InvalidArgument("\n".join(wrong))
+    given = [role for role, pool in config.pools.items() if pool.state_slots is not None]
+    if given and not any(layer.states for layer in model.layers):
+        names = " and ".join(f"{role}.state_slots" for role in given)
+        _log.warning("%s: no effect, because this model keeps no recurrent states", names)
     return folder.resolve()
 
 

@@ -10,12 +10,14 @@ Pages cannot use gRPC: they have no HTTP/2 without TLS, and cannot write its fra
 """
 
 import ipaddress
+import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 from starlette.datastructures import Headers
 
+from ...proto.addresses import is_loopback
 from ...proto.errors import InvalidArgument, PermissionDenied
 
 ANY: Final = "*"
@@ -43,19 +45,38 @@ class BrowserRules:
         hosts = headers.getlist("host")  # every browser sends one; clients of HTTP/1.0 need not
         if len(hosts) > 1 or (hosts and not self._is_host(hosts[0])):
             raise PermissionDenied(
-                "Host: is not a name of this service; add it to router.host_names"
+                "Host: is not a name of this service; add it by --host-name NAME or "
+                "router.host_names"
             )
         own = {f"{scheme}://{host}".lower() for scheme in ("http", "https") for host in hosts}
         for origin in headers.getlist("origin"):
             if origin.lower() not in own and not {ANY, origin} & set(self.cors_origins):
                 raise PermissionDenied(
-                    "Origin: is not allowed to use this service; add it to router.cors_origins"
+                    "Origin: is not allowed to use this service; add it by --cors-origin ORIGIN "
+                    "or router.cors_origins"
                 )
 
     def _is_host(self, header: str) -> bool:
         name = _without_port(header).lower()
         known = {_LOCAL, *map(str.lower, self.host_names)}
         return name in known or ANY in known or _is_address(name)
+
+
+def own_names(host: str) -> tuple[str, ...]:
+    """Returns the names of a server that binds `host`: on a network, also those of its machine.
+
+    Asks no DNS server, because an answer may take seconds.
+    """
+    if is_loopback(host):
+        return (host,)
+    # DNS rebinding by one of these names needs control of the DNS or mDNS of the network. Who has
+    # it is inside, and can call a service without keys directly, so the check would not help. Other
+    # attackers own names of the public DNS only: no single label, nothing under .local, and not the
+    # domain of this machine. Nobody on the network reaches a service on loopback directly, so there
+    # the names stay unknown.
+    name = socket.gethostname()
+    label = name.partition(".")[0]
+    return (host, name, label, f"{label}.local")
 
 
 def check_json(headers: Headers) -> None:

@@ -79,6 +79,7 @@ class GenerationService:
         resume_key: bytes | None = None,
         telemetry: RequestTelemetry | None = None,
         adapters: AdapterAdmin | None = None,
+        names: Collection[str] = (),
         aliases: Collection[str] = (),
         resume_policy: ResumePolicy | None = None,
         storage: Storage | None = None,
@@ -88,13 +89,18 @@ class GenerationService:
         `admission`: of the dispatcher; refuses requests before tokenization that it would refuse
         later. `resume_key`: 32 secret bytes; services with the same key resume each other's
         requests; None: a random key. `telemetry` follows each running request. `adapters`: of the
-        first model, each served under its name. `aliases`: other names of the first model. An alias
-        in the form of a hub id is listed; other aliases, such as the path of a folder, are not.
-        `storage` keeps responses, files and batches; None: in memory, for this service alone.
+        first model, each served under its name. `names` and `aliases`: other names of the first
+        model. The names are listed. Of the aliases only those in the form of a hub id are listed,
+        because clients should not see the path of a folder. `storage` keeps responses, files and
+        batches; None: in memory, for this service alone.
         """
         self.http_port = 0  # of the HTTP API beside the gRPC API, once it listens
         self._models = {model.name: model for model in models}
-        self._aliases = dict.fromkeys(aliases, models[0])
+        hub_ids = filter(_HUB_ID.fullmatch, aliases)
+        self._listed = [
+            each for each in dict.fromkeys((*names, *hub_ids)) if each not in self._models
+        ]
+        self._aliases = dict.fromkeys((*names, *aliases), models[0])
         self._adapters = adapters or AdapterAdmin(AdapterRegistry())
         self._source = source
         self._admission = admission
@@ -105,10 +111,10 @@ class GenerationService:
 
     @property
     def models(self) -> list[ServedModel]:
-        """The listed models: the model itself first, then its hub aliases and its adapters."""
+        """The listed models: the model itself first, then its other names and its adapters."""
         base = self._models[self.base_name]
         found = list(self._models.values())
-        found += [replace(base, name=name) for name in self._aliases if _HUB_ID.fullmatch(name)]
+        found += [replace(base, name=name) for name in self._listed]
         taken = self._models.keys() | self._aliases.keys()
         found += [
             replace(base, name=each.name, adapter=each)

@@ -17,7 +17,7 @@ from ...proto.parameters import check_count, check_length
 
 _PATH: Final = "prompt.chat"
 _TOOL_ROLE: Final = "tool"
-_TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}")
+_TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_TOOL_NAME_CHARACTERS}}}")
 
 _JSON_MARKS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
 """A string, or a mark outside of strings where a list or an object begins or ends."""
@@ -190,16 +190,12 @@ def _check_parts(message: inference_pb2.ChatMessage, path: str, text_model_of: s
 def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
     check_length(message.role, limits.MAX_ROLE_CHARACTERS, f"{path}.role")
     check_count(len(message.name), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.name")
-    check_count(
-        len(message.tool_call_id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_call_id"
-    )
+    _check_call_id(message.tool_call_id, f"{path}.tool_call_id")
     if message.tool_calls and message.role != "assistant":
         raise InvalidArgument("only allowed with role assistant", f"{path}.tool_calls")
     check_count(len(message.tool_calls), limits.MAX_TOOL_CALLS, "calls", f"{path}.tool_calls")
     for i, call in enumerate(message.tool_calls):
-        check_count(
-            len(call.id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_calls[{i}].id"
-        )
+        _check_call_id(call.id, f"{path}.tool_calls[{i}].id")
         _check_tool_name(call.name, f"{path}.tool_calls[{i}].name")
         _check_depth(call.arguments, f"{path}.tool_calls[{i}].arguments")
 
@@ -248,9 +244,14 @@ def _check_continuation(chat: inference_pb2.Chat) -> None:
 def _check_tool_name(name: str, field: str) -> None:
     if not _TOOL_NAME.fullmatch(name):
         raise InvalidArgument(
-            f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters: letters, digits and _.:/-",
+            f"must have 1 to {limits.MAX_TOOL_NAME_CHARACTERS} characters: letters, digits and "
+            "_.:/-",
             field,
         )
+
+
+def _check_call_id(call_id: str, field: str) -> None:
+    check_count(len(call_id), limits.MAX_TOOL_CALL_ID_CHARACTERS, "characters", field)
 
 
 def _check_depth(text: str, field: str) -> None:
@@ -274,7 +275,14 @@ def _is_too_deep(text: str) -> bool:
 
 def _num_characters(chat: inference_pb2.Chat) -> int:
     """Counts the characters of all text that may go into the prompt."""
-    contents = sum(len(message.content) + len(message.reasoning) for message in chat.messages)
-    arguments = sum(len(call.arguments) for message in chat.messages for call in message.tool_calls)
+    contents = sum(
+        len(message.content) + len(message.reasoning) + len(message.tool_call_id)
+        for message in chat.messages
+    )
+    calls = sum(
+        len(call.id) + len(call.arguments)
+        for message in chat.messages
+        for call in message.tool_calls
+    )
     tools = sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
-    return contents + arguments + tools
+    return contents + calls + tools

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from ...proto.limits import MAX_TOOL_NAME_CHARACTERS
+
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
 """Tags around a tool call of Hermes models; text even if the tokenizer has them as special."""
 
@@ -32,6 +34,7 @@ ToolCallParserName = Literal[
     "phi4_mini_json",
     "granite",
     "cohere_command3",
+    "lfm2",
     "llama3_json",
 ]
 ReasoningParserName = Literal[
@@ -97,6 +100,9 @@ def _answer(begin: str, end: str) -> dict[str, Any]:
     return {"answer": {"open_pattern": begin, "close_pattern": end, **_RAW}}
 
 
+CALLED_NAME: Final = rf"[\w.:/-]{{1,{MAX_TOOL_NAME_CHARACTERS}}}"
+"""The pattern of a tool's name in a call."""
+
 _SPACE: Final = r"\s{0,4}"  # bounded, so that much white space does not slow a pattern down
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
@@ -126,7 +132,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<|channel|>analysis",),
         markup=_HARMONY,
         fields=_calls(
-            rf"{_TURN}{_CHANNEL}{_SPACE}to=functions\.(?P<name>[\w.:/-]{{1,64}}){_SPACE}"
+            rf"{_TURN}{_CHANNEL}{_SPACE}to=functions\.(?P<name>{CALLED_NAME}){_SPACE}"
             rf"{_CHANNEL}{_SPACE}(?:<\|constrain\|>)?(?:json|code)?{_SPACE}<\|message\|>",
             "<|call|>",
             "<|end|>",
@@ -193,6 +199,16 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
             head=('{"tool_name": %j, "parameters": ',),
             between=_LIST_BETWEEN,
             end=("]", "<|END_ACTION|>"),
+        ),
+    ),
+    "lfm2": ChatFormat(  # a demanded call is written in JSON, as models do if they are asked to
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+        markup=("<|tool_call_start|>", "<|tool_call_end|>"),
+        fields=_calls(r"<\|tool_call_start\|>", "<|tool_call_end|>"),
+        grammar=CallGrammar(
+            begin=("<|tool_call_start|>", "["),
+            between=_LIST_BETWEEN,
+            end=("]", "<|tool_call_end|>"),
         ),
     ),
     "llama3_json": ChatFormat(

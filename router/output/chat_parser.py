@@ -20,8 +20,9 @@ from transformers.utils.chat_parsing.response_templates import (
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools
-from ..frontend.chat_formats import CALL_FORMATS, CONTENT, REASONING_FORMATS
+from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
+from .python_calls import read_calls
 from .tool_parser import make_call, parser_for
 
 _T = TypeVar("_T")
@@ -37,10 +38,11 @@ _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _MAX_OPENING_TOKENS: Final = 8
 _MISTRAL_CALL: Final = re.compile(
-    r"\s*\[TOOL_CALLS\]\s*([\w.:/-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
+    rf"\s*\[TOOL_CALLS\]\s*({CALLED_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 )
 _JSON: Final = json.JSONDecoder()
-_GEMMA_CALL: Final = re.compile(r"\s*call:([\w.:/-]{1,64})(\{.*\})\s*", re.DOTALL)
+_JSON_CALLS: Final = re.compile(r"\s*+\[?\s*+\{")
+_GEMMA_CALL: Final = re.compile(rf"\s*call:({CALLED_NAME})(\{{.*\}})\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,11 @@ def _gemma(delimiter: str) -> "_Reader":
     ]
 
 
+def _lfm2(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
+    """Reads calls in the form of Python or of JSON."""
+    return _listed(region) if _JSON_CALLS.match(region["body"]) else read_calls(region["body"])
+
+
 def _matched(pattern: re.Pattern[str], text: str, read: Callable[[str], _T]) -> tuple[str, _T]:
     match = pattern.fullmatch(text)
     if match is None:
@@ -232,5 +239,6 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "phi4_mini_json": _listed,
     "granite": _listed,
     "cohere_command3": _listed,
+    "lfm2": _lfm2,
 }
 """By format without a parser of its own: the reader of its calls. Raises ValueError."""

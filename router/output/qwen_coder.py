@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from ...proto import inference_pb2
 from ..frontend.chat import parameters_schema
+from ..frontend.chat_formats import CALLED_NAME
 from ..frontend.json_schemas import resolved
 
 _BEGIN: Final = re.compile(r"\s*<function=")
-_CALL: Final = re.compile(r"\s*<function=([\w.:/-]{1,64})>(.*)</function>\s*", re.DOTALL)
+_CALL: Final = re.compile(rf"\s*<function=({CALLED_NAME})>(.*)</function>\s*", re.DOTALL)
 _BETWEEN: Final = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
 _ARGUMENT: Final = re.compile(r"<parameter=([^>]{1,64})>\n?(.*?)\n?", re.DOTALL)
 _MAX_SPACE: Final = 64  # characters after the closing tag of the function

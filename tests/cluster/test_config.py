@@ -489,6 +489,18 @@ def test_what_is_given_as_the_model_names_it_too(
     )
 
 
+def test_a_model_may_have_several_names() -> None:
+    config = load_config(None, {"model": "org/m", "served_model_name": ["a", "org/m", "b"]})
+    assert config.served_names == ("a", "org/m", "b")
+    assert (config.served_name, config.aliases) == ("a", ())
+    assert type(config).model_validate(config.model_dump()) == config
+    for wrong in ([], "", ["a", ""], 7):
+        with pytest.raises(InvalidArgument, match=r"^served_model_name"):
+            load_config(None, {"model": "m", "served_model_name": wrong})
+    with pytest.raises(InvalidArgument, match=r"^adapters\.b: the model has this name"):
+        load_config(None, {"model": "m", "served_model_name": ["a", "b"], "adapters": {"b": "/b"}})
+
+
 @pytest.mark.parametrize("name", ["name", "org/name"])
 def test_an_adapter_has_no_name_of_the_model(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^adapters.{name}: the model has this name"):

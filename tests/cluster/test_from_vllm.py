@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "chat_template": "{{ messages[0].content }}",
     "adapters": "a=/x",
     "host": "::1",
+    "cors_origin": '["https://a.example", "*"]',
     "gpu_memory_utilization": 0.5,
 }
 """A value of each setting that is not the default; 7 of the others that are numbers."""
@@ -110,6 +111,22 @@ def test_flags_win_over_aliases_in_the_file(
     assert (config.context_tokens, config.prefill.tp, config.decode.tp) == (256, 4, 4)
 
 
+def test_an_absent_flag_leaves_the_list_of_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "service.yaml"
+    lists = {
+        "adapters": {"a": "/x"},
+        "auth": {"key_hashes": ["0" * 64]},
+        "router": {"host_names": ["a.example"], "cors_origins": ["https://a.example"]},
+        "served_model_name": ["b", "c"],
+    }
+    file.write_text(json.dumps({"model": "m"} | lists))
+    assert served(monkeypatch, "--config", str(file)) == load_config(file)
+    config = served(monkeypatch, "--config", str(file), "--host-name", "b")
+    assert (config.router.host_names, config.adapters) == (("b",), {"a": "/x"})
+
+
 def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = {"a": "/x", "b": "/y"}
     second = '{"name": "b", "path": "/y"}'
@@ -119,6 +136,29 @@ def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for wrong in ("a", "{", '{"name": "a"}'):
         with pytest.raises(InvalidArgument, match="adapters: must be NAME=FOLDER, got"):
             serve_m("--adapters", wrong)
+
+
+def test_several_names_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ("--served-model-name", "a", "--served-model-name", "b")
+    assert served(monkeypatch, *flags).served_names == ("a", "b")
+    assert configured(tmp_path, "served-model-name: [a, b]").served_names == ("a", "b")
+
+
+def test_host_names_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = served(monkeypatch, "--host-name", "a.example", "--host-name", "b")
+    assert config.router.host_names == ("a.example", "b")
+    expected = ("https://a.example", "https://b.example")
+    many = ("--cors-origin", expected[0], "--allowed-origins", json.dumps(expected[1:]))
+    assert served(monkeypatch, *many).router.cors_origins == expected
+    as_list = f"allowed-origins: {json.dumps(expected)}"
+    assert configured(tmp_path, as_list).router.cors_origins == expected
+    for flags, words in (
+        (("--cors-origin", "["), "cors_origin: must be an origin or a JSON list"),
+        (("--cors-origin", "a.example"), r"router\.cors_origins\.0: must be an origin such as"),
+        (("--host-name", "http://a"), r"router\.host_names\.0: must be a host name"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            serve_m(*flags)
 
 
 @pytest.mark.parametrize("name", REFUSED)

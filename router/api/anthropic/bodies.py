@@ -13,13 +13,13 @@ from ..openai.bodies import (
     Int32,
     LastEventId,
     Name,
+    NestedModel,
     Only,
     OpenModel,
     OtherPart,
-    ReturnedModel,
     TextOrItems,
-    by_role,
     member,
+    refusing,
     with_named_parameters,
 )
 
@@ -38,25 +38,25 @@ def _result_tag(value: object) -> str:
     return "[other]" if member(value, "type") in _OTHER_TYPES else "[text]"
 
 
-class TextBlock(ReturnedModel):
+class TextBlock(NestedModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
     citations: Ignored[list[Any]] = None
 
 
-class ThinkingBlock(ReturnedModel):
+class ThinkingBlock(NestedModel):
     type: Literal["thinking"]
     thinking: str
     signature: Ignored[str] = None
 
 
-class RedactedThinkingBlock(ReturnedModel):
+class RedactedThinkingBlock(NestedModel):
     type: Literal["redacted_thinking"]
     data: Ignored[str] = None
 
 
-class ToolUseBlock(ReturnedModel):
+class ToolUseBlock(NestedModel):
     type: Literal["tool_use"]
     id: str
     name: Name
@@ -71,7 +71,7 @@ _ResultBlock = Annotated[
 ]
 
 
-class ToolResultBlock(ReturnedModel):
+class ToolResultBlock(NestedModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextOrItems[_ResultBlock] | None = None
@@ -94,24 +94,12 @@ Block = Annotated[
 ]
 
 
-class InputMessage(OpenModel):
+class InputMessage(NestedModel):
     role: Literal["user", "assistant", "system"]
     content: TextOrItems[Block]
 
 
-class AssistantInput(InputMessage, ReturnedModel):
-    """Declares a message of the assistant, which may be an earlier answer."""
-
-    role: Literal["assistant"]
-
-
-Message = Annotated[
-    Annotated[AssistantInput, Tag("[assistant]")] | Annotated[InputMessage, Tag("[other]")],
-    Discriminator(by_role),
-]
-
-
-class InputTool(OpenModel):
+class InputTool(NestedModel):
     """Declares a function. Anthropic's own tools are not supported."""
 
     type: Only[Literal["custom"]] = None
@@ -125,7 +113,7 @@ class InputTool(OpenModel):
     defer_loading: Only[Literal[False]] = None
 
 
-class ToolChoiceBody(OpenModel):
+class ToolChoiceBody(NestedModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = Field(
         None, description="The tool to call, set if and only if type is tool."
@@ -135,7 +123,7 @@ class ToolChoiceBody(OpenModel):
     )
 
 
-class Thinking(OpenModel):
+class Thinking(NestedModel):
     """Declares the reasoning mode, which sets the variable enable_thinking of the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -143,21 +131,25 @@ class Thinking(OpenModel):
     display: Ignored[str] = None
 
 
-class OutputFormat(OpenModel):
+class OutputFormat(NestedModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(OpenModel):
+class OutputConfig(NestedModel):
     format: OutputFormat | None = None
     effort: Ignored[str] = None
 
 
 class CountTokensBody(OpenModel):
-    """Declares the body of POST /v1/messages/count_tokens: the fields that become the prompt."""
+    """Declares the body of POST /v1/messages/count_tokens.
+
+    These are the fields that become the prompt, and fields of Anthropic's service that have no
+    effect here or that are refused.
+    """
 
     model: str | None = None
-    messages: Annotated[list[Message], FailFast()] = Field(
+    messages: Annotated[list[InputMessage], FailFast()] = Field(
         max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
     )
     system: TextOrItems[TextBlock] | None = None
@@ -165,8 +157,24 @@ class CountTokensBody(OpenModel):
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(
+        None, description="The older name of output_config.format."
+    )
     cache_control: CacheControl | None = None
-    context_management: Ignored[dict[str, Any]] = None
+    betas: Ignored[Any] = None
+    billing_policy: Ignored[Any] = None
+    context_management: Ignored[Any] = None
+    diagnostics: Ignored[Any] = None
+    fallback_credit_token: Ignored[Any] = None
+    fallbacks: Ignored[Any] = None
+    inference_geo: Ignored[Any] = None
+    speed: Ignored[Any] = None
+    compaction: Annotated[None, refusing("is not supported: ask for a summary in a message")] = None
+    container: Annotated[None, refusing("is not supported: the service runs no code")] = None
+    mcp_servers: Annotated[
+        None, refusing("is not supported: connect to the servers and send their tools in tools")
+    ] = None
+    thread: Annotated[None, refusing("is not supported: send the whole conversation")] = None
 
 
 class MessagesFields(CountTokensBody):

@@ -89,12 +89,8 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
     if body.messages and body.messages[-1].role == "assistant":  # the begin of the answer
         chat.continue_final_message = not chat.messages[-1].tool_calls
         names["prompt.chat.continue_final_message"] = f"messages[{len(body.messages) - 1}]"
-    form = body.output_config and body.output_config.format
-    constraint = None
-    if form:
-        schema = json_text(close_objects(form.schema_), "output_config.format.schema")
-        constraint = inference_pb2.Constraint(json_schema=schema)
-    names["constraint"] = "tools" if must_call(chat) else "output_config.format"
+    constraint, constraint_name = _constraint(body)
+    names["constraint"] = "tools" if must_call(chat) else constraint_name
     # The format binds only text, and a required call has none.
     common = inference_pb2.GenerateRequest(
         model=body.model or "",
@@ -103,6 +99,21 @@ def _translate(body: CountTokensBody) -> dict[str, Any]:
         cache_breakpoints=marks,
     )
     return {"common": common, "prompts": [inference_pb2.Prompt(chat=chat)], "names": names}
+
+
+def _constraint(body: CountTokensBody) -> tuple[inference_pb2.Constraint | None, str]:
+    """Returns the constraint and its field. Raises InvalidArgument if there are two."""
+    name = "output_config.format"
+    form = None if body.output_config is None else body.output_config.format
+    if body.output_format is not None:
+        if form is not None:
+            raise InvalidArgument(f"cannot be combined with {name}", "output_format")
+        name = "output_format"
+        form = body.output_format
+    if form is None:
+        return None, name
+    schema = json_text(close_objects(form.schema_), f"{name}.schema")
+    return inference_pb2.Constraint(json_schema=schema), name
 
 
 def _add(chat: inference_pb2.Chat, names: dict[str, str], path: str, **fields: Any) -> None:

@@ -27,7 +27,7 @@ from ...storage.interface import (
     StoredFile,
 )
 from ..large_messages import check_json_elements
-from ..openai.bodies import OpenModel
+from ..openai.bodies import WHOLE, NestedModel, OpenModel
 from ..openai.lists import list_response, one_more, read_page, unknown_after
 from ..openai.parsing import parse
 from ..openai.respond import off_loop
@@ -53,9 +53,9 @@ _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
 
 
-class ExpiresAfter(OpenModel):
+class ExpiresAfter(NestedModel):
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=3_600, le=2_592_000)]
+    seconds: Annotated[int, Field(ge=3_600, le=2_592_000), WHOLE]
 
 
 class BatchBody(OpenModel):

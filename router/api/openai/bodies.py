@@ -148,13 +148,25 @@ def _part_mark(part: Mapping[str, object]) -> str:
     return ""
 
 
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
-Count = Annotated[int, Field(ge=1, lt=2**32)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+def _whole(value: object) -> object:
+    """Returns a number without a fractional part, such as 16.0, as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE: Final = BeforeValidator(_whole)
+"""Makes an integer field accept 16.0, as JSON Schema does; some languages write 16 so."""
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+UInt32 = Annotated[int, Field(ge=0, lt=2**32), WHOLE]
+Count = Annotated[int, Field(ge=1, lt=2**32), WHOLE]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE]
+# Lists may have a million ids; a call of Python for each would hold the interpreter's lock.
+_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[
     str,
-    Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"}),
+    Field(
+        json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_TOOL_NAME_CHARACTERS}}}$"}
+    ),
 ]
 Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
 Only = Annotated[_T | None, Field(description="No other value is supported.")]
@@ -167,7 +179,7 @@ LastEventId = Annotated[
     ),
 ]
 _Text = Annotated[str, Field(min_length=1)]
-_TokenIds = Annotated[list[UInt32], Field(min_length=1)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
 
 
 def _text_or_list(value: object) -> str:
@@ -211,7 +223,7 @@ _TYPES: Final = {
     "float": float,
     "string": str,
     "json": str | dict[str, Any],
-    "token_ids": list[UInt32],
+    "token_ids": list[_TokenId],
     "logit_bias": dict[str, float],
 }
 
@@ -259,10 +271,10 @@ Given = Annotated[Literal[True] | None, GetPydanticSchema(lambda _source, _handl
 
 
 def refusing(reason: str) -> GetPydanticSchema:
-    """Returns the annotation of a field that must be null."""
+    """Returns the annotation of a field that must be null or an empty list."""
 
     def check(value: object) -> None:
-        if value is not None:
+        if value is not None and value != []:
             raise PydanticCustomError("refused", reason)
 
     schema = core_schema.no_info_plain_validator_function(check)
@@ -279,7 +291,11 @@ _MARK_FORMS: Final = {
 
 
 class OpenModel(BaseModel):
-    """Keeps the names of unknown fields, so that `parse` can refuse them by name."""
+    """Keeps the names of unknown fields, so that `parse` can refuse them by name.
+
+    The base of bodies, and of nested objects whose members are parameters of Tandem or vLLM: an
+    unknown name there is a typing error, which would silently change the answer.
+    """
 
     model_config = ConfigDict(
         strict=True, extra="allow", json_schema_extra={"additionalProperties": False}
@@ -287,23 +303,23 @@ class OpenModel(BaseModel):
     __pydantic_extra__: dict[str, Given] = Field(init=False)
 
 
-class ReturnedModel(OpenModel):
-    """Ignores unknown fields.
+class NestedModel(BaseModel):
+    """Ignores unknown members, as vLLM does.
 
-    Clients send parts of answers back, with fields that the service or a library has added, such as
-    the `index` of a streamed tool call.
+    The base of messages, parts, tools and other nested objects of OpenAI and Anthropic. Clients add
+    members of their own there, and send parts of answers back with members that a library added.
     """
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
+    model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class OtherPart(ReturnedModel):
+class OtherPart(NestedModel):
     """Declares a part or block that is not text; frontend/chat.py refuses it."""
 
     type: str
 
 
-class CacheControl(OpenModel):
+class CacheControl(NestedModel):
     """Declares Anthropic's mark of a prefix that stays in the prefix cache."""
 
     type: Literal["ephemeral"]
@@ -318,7 +334,7 @@ REQUEST_TTL: Final = "request"
 """Stands for the ttl of the request, in marks that have none."""
 
 
-class PromptCacheBreakpoint(OpenModel):
+class PromptCacheBreakpoint(NestedModel):
     """Declares OpenAI's mark of a prefix that stays in the prefix cache."""
 
     mode: Literal["explicit"]
@@ -331,7 +347,7 @@ class PromptCacheBreakpoint(OpenModel):
         return self.ttl or REQUEST_TTL
 
 
-class PromptCacheOptions(OpenModel):
+class PromptCacheOptions(NestedModel):
     mode: Literal["implicit", "explicit"] | None = Field(
         None, description="explicit: keeps only the prefixes with a prompt_cache_breakpoint."
     )
@@ -347,7 +363,7 @@ _MARKS: Final[Mapping[str, TypeAdapter[CacheControl] | TypeAdapter[PromptCacheBr
 """The types of the marks that a part of a message can have, by name."""
 
 
-class StreamOptions(OpenModel):
+class StreamOptions(NestedModel):
     include_usage: bool | None = Field(
         None, description="Sends the usage in a separate event at the end."
     )
@@ -357,7 +373,7 @@ class StreamOptions(OpenModel):
     include_obfuscation: Only[Literal[False]] = None
 
 
-class JsonSchema(OpenModel):
+class JsonSchema(NestedModel):
     """Declares OpenAI's JSON schema format."""
 
     name: Ignored[str] = None
@@ -368,7 +384,7 @@ class JsonSchema(OpenModel):
     strict: Ignored[bool] = None
 
 
-class ResponseFormat(OpenModel):
+class ResponseFormat(NestedModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -427,18 +443,18 @@ class CompletionFields(Body):
     add_special_tokens: Only[Literal[True]] = None
 
 
-class CalledFunction(ReturnedModel):
+class CalledFunction(NestedModel):
     name: Name
     arguments: str | None = Field(description="A JSON object; null: no arguments.")
 
 
-class ToolCallBody(ReturnedModel):
+class ToolCallBody(NestedModel):
     id: str
     type: Literal["function"] | None = "function"
     function: CalledFunction
 
 
-class MessageBody(OpenModel):
+class MessageBody(NestedModel):
     role: str = Field(json_schema_extra={"minLength": 1, "maxLength": limits.MAX_ROLE_CHARACTERS})
     content: Annotated[
         Content,
@@ -460,12 +476,10 @@ class MessageBody(OpenModel):
     ] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="The reasoning of the assistant.")
-    refusal: Annotated[str | None, Field(max_length=0)] = None
-    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
     cache_control: CacheControl | None = None
 
 
-class AssistantMessage(MessageBody, ReturnedModel):
+class AssistantMessage(MessageBody):
     """Declares a message of the assistant, which may be an earlier answer."""
 
     role: Literal["assistant"]
@@ -484,7 +498,7 @@ Message = Annotated[
 ]
 
 
-class FunctionBody(OpenModel):
+class FunctionBody(NestedModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
@@ -493,17 +507,17 @@ class FunctionBody(OpenModel):
     )
 
 
-class ToolBody(OpenModel):
+class ToolBody(NestedModel):
     type: Literal["function"]
     function: FunctionBody
     cache_control: CacheControl | None = None
 
 
-class NamedFunction(OpenModel):
+class NamedFunction(NestedModel):
     name: Name
 
 
-class NamedTool(OpenModel):
+class NamedTool(NestedModel):
     type: Literal["function"]
     function: NamedFunction
 
@@ -571,14 +585,14 @@ class DetokenizeBody(OpenModel):
     """Declares the body of POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[UInt32], Field(max_length=limits.MAX_TOKENS), FailFast()]
+    tokens: Annotated[list[_TokenId], Field(max_length=limits.MAX_TOKENS), FailFast()]
 
 
 class DetectWatermarkBody(OpenModel):
     """Declares the body of POST /v1/watermark/detect."""
 
     model: str | None = None
-    prompt: str | list[UInt32] = Field(description="A text or token ids.")
+    prompt: str | list[_TokenId] = Field(description="A text or token ids.")
 
 
 class LoadLoraAdapterBody(OpenModel):
@@ -593,7 +607,7 @@ class UnloadLoraAdapterBody(OpenModel):
     """Declares the body of POST /v1/unload_lora_adapter."""
 
     lora_name: str
-    lora_int_id: Ignored[int] = None
+    lora_int_id: Ignored[Any] = None
 
 
 def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M]:

@@ -20,6 +20,7 @@ from ...auth.authenticator import Caller
 from ...frontend.prepare import ServedModel
 from .answers import error_response
 from .bodies import (
+    WHOLE,
     Ignored,
     OpenModel,
     parse_prompts,
@@ -87,13 +88,16 @@ _TEXTS_SCHEMA: Final = {
 _Texts = Annotated[list[str], FailFast(), BeforeValidator(_texts), WithJsonSchema(_TEXTS_SCHEMA)]
 
 
+_KeptTokens = Annotated[int, Field(ge=-1, le=limits.MAX_TOKENS), WHOLE]
+
+
 class ScoreBody(OpenModel):
     """Declares the body of POST /score."""
 
     model: str | None = None
     text_1: _Texts
     text_2: _Texts
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=limits.MAX_TOKENS)] = Field(
+    truncate_prompt_tokens: _KeptTokens | None = Field(
         None,
         description="The number of last tokens of both texts that are kept; -1: as many as fit the"
         " context, 0: all.",

@@ -5,12 +5,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ....proto.errors import InvalidArgument
 from ...garbage import collections_paused
 from ..large_messages import check_json_elements
-from .bodies import REASONS, OpenModel, ReturnedModel
+from .bodies import REASONS, OpenModel
 
 MAX_NAME: Final = 64
 """Characters of a name in a body that an error repeats."""
@@ -98,17 +98,14 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return re.sub(r"\.(\d+)", r"[\1]", ".".join(parts))
 
 
-def _refuse_unknown(model: BaseModel, prefix: str) -> None:
-    """Raises InvalidArgument if a body or a nested object has an unknown field that is not null."""
+def _refuse_unknown(model: OpenModel, prefix: str) -> None:
+    """Raises InvalidArgument if an OpenModel has an unknown field that is not null."""
     for name, value in (model.model_extra or {}).items():
-        if value is not None and not isinstance(model, ReturnedModel):
+        if value is not None:
             reason = REASONS.get(name) if not prefix else None
             raise InvalidArgument(
                 reason or "is not a field of this request", f"{prefix}{name[:MAX_NAME]}"
             )
     for name, value in model:
-        values = value if isinstance(value, list) else [value]
-        for i, inner in enumerate(values):
-            if isinstance(inner, BaseModel):
-                place = f"{name.rstrip('_')}[{i}]" if isinstance(value, list) else name.rstrip("_")
-                _refuse_unknown(inner, f"{prefix}{place}.")
+        if isinstance(value, OpenModel):
+            _refuse_unknown(value, f"{prefix}{name}.")

@@ -17,7 +17,7 @@ from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
 from ...frontend.prepare import ServedModel
 from .answers import error_response
-from .bodies import Ignored, OpenModel
+from .bodies import WHOLE, Ignored, NestedModel, OpenModel
 from .requests import ParsedRequest, prompt_messages
 from .writers import AnswerForm, Answers, TokenIds
 
@@ -33,7 +33,7 @@ _INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that
 _Text = Annotated[str, Field(max_length=limits.MAX_PROMPT_CHARACTERS)]
 
 
-class RerankDocument(OpenModel):
+class RerankDocument(NestedModel):
     text: _Text
 
 
@@ -45,7 +45,7 @@ class RerankBody(OpenModel):
     documents: Annotated[
         list[_Text | RerankDocument], Field(min_length=1, max_length=MAX_DOCUMENTS), FailFast()
     ]
-    top_n: Annotated[int, Field(ge=0)] | None = Field(
+    top_n: Annotated[int, Field(ge=0), WHOLE] | None = Field(
         None, description="The number of best documents in the answer; 0 or absent: all."
     )
     return_documents: bool | None = Field(

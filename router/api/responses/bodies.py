@@ -9,6 +9,7 @@ from ..openai.bodies import (
     STOPPING_NAMES,
     Ignored,
     LastEventId,
+    NestedModel,
     Only,
     OpenModel,
     PromptCacheOptions,
@@ -27,7 +28,7 @@ NoConversation = Annotated[
 ]
 
 
-class TextFormat(OpenModel):
+class TextFormat(NestedModel):
     type: Literal["text", "json_object", "json_schema"]
     name: Ignored[str] = None
     description: Ignored[str] = None
@@ -35,12 +36,12 @@ class TextFormat(OpenModel):
     strict: Ignored[bool] = None
 
 
-class TextConfig(OpenModel):
+class TextConfig(NestedModel):
     format: TextFormat | None = None
     verbosity: Ignored[str] = None
 
 
-class ReasoningConfig(OpenModel):
+class ReasoningConfig(NestedModel):
     """Declares the effort, which sets the variable reasoning_effort of the chat template."""
 
     effort: str | None = None
@@ -50,7 +51,7 @@ class ReasoningConfig(OpenModel):
     mode: Ignored[str] = None
 
 
-class ResponseStreamOptions(OpenModel):
+class ResponseStreamOptions(NestedModel):
     include_obfuscation: Ignored[bool] = None
 
 

@@ -11,10 +11,9 @@ from ..openai.bodies import (
     Ignored,
     Items,
     Name,
-    OpenModel,
+    NestedModel,
     OtherPart,
     PromptCacheBreakpoint,
-    ReturnedModel,
     TextOrItems,
     member,
 )
@@ -23,7 +22,7 @@ from .tool_bodies import Tools
 _TextType = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
 
 
-class TextPart(ReturnedModel):
+class TextPart(NestedModel):
     type: _TextType
     text: str
     annotations: Ignored[list[Any]] = None
@@ -31,7 +30,7 @@ class TextPart(ReturnedModel):
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
-class RefusalPart(ReturnedModel):
+class RefusalPart(NestedModel):
     type: Literal["refusal"]
     refusal: str
 
@@ -55,7 +54,7 @@ Part = Annotated[
 ]
 
 
-class MessageItem(OpenModel):
+class MessageItem(NestedModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrItems[Part]
@@ -64,13 +63,7 @@ class MessageItem(OpenModel):
     phase: Ignored[str] = None
 
 
-class AssistantItem(MessageItem, ReturnedModel):
-    """Declares a message of the assistant, which may be an earlier answer."""
-
-    role: Literal["assistant"]
-
-
-class FunctionCallItem(ReturnedModel):
+class FunctionCallItem(NestedModel):
     type: Literal["function_call"]
     call_id: str
     name: Name
@@ -80,7 +73,7 @@ class FunctionCallItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class CustomCallItem(ReturnedModel):
+class CustomCallItem(NestedModel):
     """Declares a call of a custom tool, whose input is a text."""
 
     type: Literal["custom_tool_call"]
@@ -92,7 +85,7 @@ class CustomCallItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class ToolOutputItem(ReturnedModel):
+class ToolOutputItem(NestedModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: TextOrItems[Part]
@@ -100,7 +93,7 @@ class ToolOutputItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class LocalShellCallItem(ReturnedModel):
+class LocalShellCallItem(NestedModel):
     """Declares a command that another model of an agent ran on the client's machine."""
 
     type: Literal["local_shell_call"]
@@ -110,7 +103,7 @@ class LocalShellCallItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class LocalShellOutputItem(ReturnedModel):
+class LocalShellOutputItem(NestedModel):
     type: Literal["local_shell_call_output"]
     output: TextOrItems[Part]
     call_id: str | None = None
@@ -118,7 +111,7 @@ class LocalShellOutputItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class ReasoningItem(ReturnedModel):
+class ReasoningItem(NestedModel):
     """Declares the reasoning of an earlier answer; only its text is read."""
 
     type: Literal["reasoning"]
@@ -129,7 +122,7 @@ class ReasoningItem(ReturnedModel):
     status: Ignored[str] = None
 
 
-class AdditionalToolsItem(ReturnedModel):
+class AdditionalToolsItem(NestedModel):
     """Declares further tools, with the same effect as in `tools`."""
 
     type: Literal["additional_tools"]
@@ -138,14 +131,14 @@ class AdditionalToolsItem(ReturnedModel):
     id: Ignored[str] = None
 
 
-class ItemReference(ReturnedModel):
+class ItemReference(NestedModel):
     """Declares an item of a stored response by its id."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str = Field(max_length=limits.MAX_REQUEST_ID_CHARACTERS + 32)
 
 
-class LeftOutItem(ReturnedModel):
+class LeftOutItem(NestedModel):
     """Declares an item that the prompt leaves out.
 
     Most describe work of tools that run at OpenAI, without text for the model.
@@ -202,14 +195,11 @@ def _item_tag(value: object) -> str | None:
     if kind is None and member(value, "role") is None and member(value, "id") is not None:
         return _TAGS["item_reference"]  # OpenAI lets its type be absent
     kind = "message" if kind is None else kind
-    if kind == "message" and member(value, "role") == "assistant":
-        return "[AssistantItem]"
     return _TAGS.get(kind) if isinstance(kind, str) else None
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("[MessageItem]")]
-    | Annotated[AssistantItem, Tag("[AssistantItem]")]
     | Annotated[FunctionCallItem, Tag("[FunctionCallItem]")]
     | Annotated[CustomCallItem, Tag("[CustomCallItem]")]
     | Annotated[ToolOutputItem, Tag("[ToolOutputItem]")]

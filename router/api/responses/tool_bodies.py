@@ -6,10 +6,10 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import Discriminator, Field, Tag
 
 from ....proto import limits
-from ..openai.bodies import Name, ReturnedModel, member
+from ..openai.bodies import Name, NestedModel, member
 
 
-class FunctionTool(ReturnedModel):
+class FunctionTool(NestedModel):
     type: Literal["function"]
     name: Name
     description: str | None = None
@@ -19,7 +19,7 @@ class FunctionTool(ReturnedModel):
     )
 
 
-class CustomFormat(ReturnedModel):
+class CustomFormat(NestedModel):
     """Declares the form of the input of a custom tool.
 
     A grammar does not bind the model: it becomes a part of the tool's description.
@@ -30,7 +30,7 @@ class CustomFormat(ReturnedModel):
     definition: str | None = None
 
 
-class CustomTool(ReturnedModel):
+class CustomTool(NestedModel):
     """Declares a tool whose input is a text; the model sees a function with the argument input."""
 
     type: Literal["custom"]
@@ -43,7 +43,7 @@ ClientTool = FunctionTool | CustomTool
 """A tool that the client runs."""
 
 
-class HostedTool(ReturnedModel):
+class HostedTool(NestedModel):
     """Declares a tool that only OpenAI or its models have; the prompt leaves it out."""
 
     type: Literal[
@@ -77,7 +77,7 @@ def _client_tool_tag(value: object) -> str:
     return "[CustomTool]" if member(value, "type") == "custom" else "[FunctionTool]"
 
 
-class NamespaceTool(ReturnedModel):
+class NamespaceTool(NestedModel):
     """Declares a group of tools, such as the tools of one MCP server."""
 
     type: Literal["namespace"]
@@ -119,7 +119,7 @@ Tool = Annotated[
 Tools = Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS, fail_fast=True)]
 
 
-class NamedToolChoice(ReturnedModel):
+class NamedToolChoice(NestedModel):
     """Declares a tool_choice that demands a call of one tool."""
 
     type: Literal["function", "custom"]
@@ -127,7 +127,7 @@ class NamedToolChoice(ReturnedModel):
     namespace: str | None = None
 
 
-class AllowedTool(ReturnedModel):
+class AllowedTool(NestedModel):
     """Names a tool that may be called; with type namespace, all its tools."""
 
     type: str
@@ -135,7 +135,7 @@ class AllowedTool(ReturnedModel):
     namespace: str | None = None
 
 
-class AllowedTools(ReturnedModel):
+class AllowedTools(NestedModel):
     """Declares a tool_choice of some of the tools; the prompt lists only these."""
 
     type: Literal["allowed_tools"]

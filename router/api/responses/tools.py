@@ -8,7 +8,7 @@ from typing import Final
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
-from ....proto.limits import MAX_NAME_CHARACTERS, MAX_TOOLS
+from ....proto.limits import MAX_TOOL_NAME_CHARACTERS, MAX_TOOLS
 from ...frontend.chat import json_object
 from ..openai.parsing import json_text
 from .tool_bodies import (
@@ -109,10 +109,10 @@ class OfferedTools:
         joined = f"{namespace.rstrip('_')}__{name}"
         taken = self._by_model_name.get(joined)
         is_free = taken is None or (taken.namespace, taken.tool.name) == (namespace, name)
-        if is_free and len(joined) <= MAX_NAME_CHARACTERS:
+        if is_free and len(joined) <= MAX_TOOL_NAME_CHARACTERS:
             return joined
         digest = hashlib.sha256(f"{namespace}\0{name}".encode()).hexdigest()[:_DIGEST_CHARACTERS]
-        return f"{joined[: MAX_NAME_CHARACTERS - 1 - len(digest)]}_{digest}"
+        return f"{joined[: MAX_TOOL_NAME_CHARACTERS - 1 - len(digest)]}_{digest}"
 
     def called(self, model_name: str) -> OfferedTool | None:
         """Returns the tool that the model calls by this name."""

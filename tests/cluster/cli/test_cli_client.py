@@ -310,6 +310,22 @@ def test_a_piped_chat(service: StubService) -> None:
     assert {request.prompt.chat.messages[0].content for request in service.requests} == {"S"}
 
 
+def test_reasoning_and_a_cut_answer_of_a_chat(service: StubService) -> None:
+    length = inference_pb2.FINISH_REASON_LENGTH
+
+    def think(request: inference_pb2.GenerateRequest) -> Responses:
+        yield inference_pb2.GenerateResponse(reasoning="Hm")
+        yield inference_pb2.GenerateResponse(reasoning=".")
+        answers = request.prompt.chat.messages[-1].content == "answer"
+        yield from pieces("Yes." if answers else "", finish_reason=length)
+
+    service.answer = think
+    for question, answer, num_tokens in (("answer", "Yes.", 4), ("only think", "", 0)):
+        out, err = invoke("chat", "--target", service.address, stdin=question)
+        assert out == f"{answer}\n"
+        assert err == f"Hm.\ncut off at {num_tokens} tokens; use --max-tokens\n"
+
+
 def test_the_first_error_ends_a_piped_chat(service: StubService) -> None:
     done = run("chat", "--target", service.address, stdin="one\n/nonsense\ntwo\n")
     assert (done.returncode, done.stdout) == (2, "<one>\n")

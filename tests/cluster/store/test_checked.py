@@ -19,3 +19,13 @@ def test_a_service_on_gpus_refuses_a_model_that_keeps_states(tmp_path: Path) -> 
         "device: cuda: models that keep states run on cpu only; Lfm2ForCausalLM keeps states"
     )
     assert checked_folder(load_config(None, fields | {"device": "cpu"})) == folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_state_slots_without_effect_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    folder = make_tiny_decoder(tmp_path, kind)
+    checked_folder(load_config(None, {"model": str(folder), "decode.state_slots": 8}))
+    expected = "decode.state_slots: no effect, because this model keeps no recurrent states"
+    assert caplog.messages == ([expected] if kind == "llama" else [])

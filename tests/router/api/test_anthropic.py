@@ -8,14 +8,18 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from anthropic.types.beta.message_create_params import MessageCreateParamsBase
 
 from tandem.proto import errors
+from tandem.router.api.anthropic.bodies import MessagesBody
+from tandem.router.api.anthropic.requests import parse_messages
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.slo import SloClass
+from tandem.tests.router.api.test_openai_fields import with_unknown_members
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.auth.keys import api_key
 from tandem.tests.router.conftest import Service
@@ -232,8 +236,84 @@ async def test_output_of_a_schema(service: Service, client: anthropic.AsyncAnthr
         "type": "json_schema",
         "schema": {"type": "object", "properties": {"age": {"type": "integer"}}},
     }
-    await ask(client, extra_body={"output_config": {"format": form}})
-    assert '"age"' in service.source.requests[-1].submit.grammar
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        await ask(client, extra_body=fields)
+        assert '"age"' in service.source.requests[-1].submit.grammar
+    with pytest.raises(anthropic.BadRequestError, match=r"output_format: cannot be combined"):
+        await ask(client, extra_body={"output_config": {"format": form}, "output_format": form})
+
+
+def test_every_parameter_of_the_anthropic_package_is_a_field() -> None:
+    in_headers = {"user_profile_id", "workspace_id"}
+    assert MessageCreateParamsBase.__annotations__.keys() - MessagesBody.model_fields.keys() == (
+        in_headers
+    )
+
+
+def translated(**fields: Any) -> Any:
+    body = {"model": "tiny", "messages": ASK, "max_tokens": 100} | fields
+    request = parse_messages(json.dumps(body).encode(), "id")
+    return request.common, request.prompts
+
+
+BETA: dict[str, Any] = {
+    "betas": ["fast-mode-2026-02-01"],
+    "billing_policy": {"type": "user_profile"},
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    "diagnostics": {"previous_message_id": "msg_1"},
+    "fallback_credit_token": "x",
+    "fallbacks": "default",
+    "inference_geo": "eu",
+    "speed": "fast",
+    "mcp_servers": [],
+    "container": None,
+}
+
+
+@pytest.mark.parametrize("name", BETA)
+def test_a_beta_field_without_effect_on_the_answer_is_ignored(name: str) -> None:
+    assert translated(**{name: BETA[name]}) == translated()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("mcp_servers", [{"type": "url", "url": "https://x", "name": "x"}], "in tools"),
+        ("container", "container_1", "runs no code"),
+        ("compaction", {"type": "auto"}, "ask for a summary"),
+        ("thread", {"type": "create"}, "whole conversation"),
+    ],
+)
+def test_a_beta_field_that_changes_the_answer_is_refused(
+    name: str, value: Any, remedy: str
+) -> None:
+    with pytest.raises(errors.InvalidArgument, match=remedy) as caught:
+        translated(**{name: value})
+    assert caught.value.field == name
+
+
+def test_unknown_members_of_nested_objects_change_nothing() -> None:
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    fields: dict[str, Any] = {
+        "system": [{"type": "text", "text": "s", "cache_control": mark}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t", "content": "rain"}],
+            },
+        ],
+        "tools": [TOOLS[0] | {"cache_control": mark}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1_024},
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    }
+    more = {name: with_unknown_members(each) for name, each in fields.items()}
+    assert translated(**more) == translated(**fields)
 
 
 async def test_a_format_does_not_bind_a_call_that_is_demanded(
@@ -415,8 +495,6 @@ async def test_what_libraries_add_to_an_answer_comes_back(
     result = {"type": "tool_result", "tool_use_id": "t", "content": "rain", "is_error": False}
     await ask(client, messages=[*ASK, said, {"role": "user", "content": [result]}], tools=TOOLS)
     assert "assistant: So.<tool_call>" in last_prompt(service)
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].images"):
-        await ask(client, messages=[{"role": "user", "content": "x", "images": []}])
 
 
 async def test_a_schema_of_an_answer_is_closed(

@@ -1,6 +1,7 @@
 """Tests the requests that a web page can send to a service on its machine or in its network."""
 
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from tandem.proto.errors import PermissionDenied
-from tandem.router.api.browsers import BrowserRules
+from tandem.router.api.browsers import BrowserRules, own_names
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
@@ -39,6 +40,27 @@ def check(host: str | None, origin: str | None = None, **rules: Any) -> None:
     BrowserRules(**rules).check(
         Headers({name: value for name, value in given.items() if value is not None})
     )
+
+
+@pytest.mark.parametrize("name", ["box", "box.corp.example"])
+@pytest.mark.parametrize("bound", ["0.0.0.0", "10.1.2.3", "[::]", "models.example.com"])
+def test_a_server_on_a_network_has_the_names_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, name: str, bound: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    for host in (bound, name, "box", "Box.local:8080"):
+        check(host, host_names=own_names(bound))
+    for host in ("box.evil.example", "other", "other.local", "corp.example"):
+        with pytest.raises(PermissionDenied, match="--host-name"):
+            check(host, host_names=own_names(bound))
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "[::1]", "localhost"])
+def test_a_server_on_loopback_has_only_the_name_that_it_binds(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    assert own_names(bound) == (bound,)
 
 
 @pytest.mark.parametrize(

@@ -559,7 +559,6 @@ async def test_messages_come_back_as_clients_keep_them(
     await client.chat.completions.create(model="tiny", messages=[*ASK, refused])
     assert b"assistant: I cannot." in bytes(service.source.requests[-1].submit.token_ids)
     for more, field in (
-        ({"role": "user", "content": "x", "images": ["y"]}, "messages[0].images"),
         (
             {"role": "assistant", "content": "x", "function_call": {"name": "f"}},
             "messages[0].function_call",

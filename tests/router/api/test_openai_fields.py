@@ -1,6 +1,7 @@
 """Tests that each field of the openai package and of vLLM is supported or refused with a reason."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
+from tandem.proto.parameters import PARAMETERS
 from tandem.router.api.openai.bodies import REASONS, ChatBody, CompletionBody
 from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
 
@@ -99,6 +101,89 @@ def test_documents_and_effort_are_variables_of_the_template_and_its_own_win() ->
         "chat", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}
     ).prompts
     assert json.loads(prompt.chat.template_kwargs) == {"reasoning_effort": "high"}
+
+
+FREE = {"schema", "parameters", "input_schema", "input", "metadata"}
+"""Members whose objects have any names."""
+
+
+def with_unknown_members(value: Any) -> Any:
+    """Returns a value in which every object has another member, such as clients add."""
+    if isinstance(value, list):
+        return [with_unknown_members(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    more = {"client_member": {"a": [1]}}
+    return more | {
+        name: inner if name in FREE else with_unknown_members(inner)
+        for name, inner in value.items()
+    }
+
+
+NESTED: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "s"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {
+            "role": "tool",
+            "tool_call_id": "c",
+            "content": "y",
+            "cache_control": {"type": "ephemeral"},
+        },
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+    "prompt_cache_options": {"mode": "explicit", "ttl": "12h"},
+}
+
+
+def test_unknown_members_of_nested_objects_change_nothing() -> None:
+    expected = parse("chat", **NESTED)
+    found = parse("chat", **{name: with_unknown_members(each) for name, each in NESTED.items()})
+    assert (found.common, found.prompts) == (expected.common, expected.prompts)
+
+
+INTEGERS = [
+    (path, name)
+    for path, is_chat in (("chat", True), ("completions", False))
+    for row in PARAMETERS
+    if row.kind in ("int32", "uint32", "uint64")
+    for name in row.body_names(chat=is_chat)
+]
+
+
+@pytest.mark.parametrize(("path", "name"), INTEGERS)
+def test_an_integer_may_have_a_point_but_no_fraction(path: str, name: str) -> None:
+    more = {"logprobs": True} if name == "top_logprobs" else {}
+    expected = parse(path, **more, **{name: 2}).common
+    found = parse(path, **more, **{name: 2.0}).common
+    assert found == expected != parse(path, **more).common
+    for value in (2.5, "2", True, math.inf):
+        with pytest.raises(InvalidArgument) as caught:
+            parse(path, **more, **{name: value})
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+def test_an_unknown_constraint_is_refused(path: str) -> None:
+    with pytest.raises(InvalidArgument, match="not a field") as caught:
+        parse(path, structured_outputs={"regex": "a", "regexp": "b"})
+    assert caught.value.field == "structured_outputs.regexp"
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

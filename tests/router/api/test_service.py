@@ -394,17 +394,18 @@ async def test_other_names_of_the_model(model: ServedModel) -> None:
         [model],
         FakeTokenSource(answer=b"x"),
         adapters=AdapterAdmin(AdapterRegistry([adapter, hidden])),
+        names=("tiny", "small"),
         aliases=("org/tiny", "/models/tiny"),
     )
-    for name in ("", "tiny", "org/tiny", "/models/tiny"):
+    for name in ("", "tiny", "small", "org/tiny", "/models/tiny"):
         assert service.model(name) is model
         prompt = {"text": "x"}
         answer = await service.tokenize(
             inference_pb2.TokenizeRequest(model=name, prompt=prompt), Caller()
         )
         assert bytes(answer.token_ids) == b"x"
-    with pytest.raises(NotFound, match=r"served: tiny, org/tiny, mine$"):
+    with pytest.raises(NotFound, match=r"served: tiny, small, org/tiny, mine$"):
         service.model("other/tiny")
     listed = await service.list_models(inference_pb2.ListModelsRequest())
-    assert [each.id for each in listed.models] == ["tiny", "org/tiny", "mine"]
+    assert [each.id for each in listed.models] == ["tiny", "small", "org/tiny", "mine"]
     assert service.base_name == "tiny"

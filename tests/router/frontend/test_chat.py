@@ -44,7 +44,8 @@ def nested(levels: int) -> str:
 
 
 DEEP, TOO_DEEP = nested(limits.MAX_JSON_DEPTH), nested(limits.MAX_JSON_DEPTH + 1)
-MAX_CHARACTERS, NAME = limits.MAX_PROMPT_CHARACTERS, "n" * limits.MAX_NAME_CHARACTERS
+MAX_CHARACTERS = limits.MAX_PROMPT_CHARACTERS
+NAME, TOOL_NAME, CALL_ID = "n" * 64, "f" * 128, "c" * 4_096
 AT_THE_BOUNDS = [
     chat(*[("user", "x")] * limits.MAX_CHAT_MESSAGES),
     chat(("r" * limits.MAX_ROLE_CHARACTERS, "x" * MAX_CHARACTERS)),
@@ -52,9 +53,9 @@ AT_THE_BOUNDS = [
         tools=[tool(f"t{i}") for i in range(limits.MAX_TOOLS)],
         tool_choice=MODES(mode=MODES.MODE_REQUIRED),
     ),
-    chat(tools=[tool(NAME)], tool_choice=MODES(mode=MODES.MODE_NAMED, name=NAME)),
-    chat(messages=[call(id=NAME, name=NAME, arguments="no JSON")]),
-    chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=NAME, name=NAME)]),
+    chat(tools=[tool(TOOL_NAME)], tool_choice=MODES(mode=MODES.MODE_NAMED, name=TOOL_NAME)),
+    chat(messages=[call(id=CALL_ID, name=TOOL_NAME, arguments="no JSON")]),
+    chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=CALL_ID, name=NAME)]),
     chat(tools=[tool(parameters='{"a": "%s"}' % ("x" * (limits.MAX_GRAMMAR_CHARACTERS - 9)))]),
     chat(template_kwargs='{"a": "%s"}' % ("x" * (limits.MAX_TEMPLATE_KWARGS_CHARACTERS - 9))),
     chat(
@@ -79,15 +80,15 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "maximum is 64",
     ),
     (
-        chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=NAME + "n")]),
+        chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=CALL_ID + "c")]),
         "messages[0].tool_call_id",
-        "64",
+        "maximum is 4096",
     ),
-    (chat(messages=[call(name="")]), "messages[0].tool_calls[0].name", "1 to 64"),
+    (chat(messages=[call(name="")]), "messages[0].tool_calls[0].name", "1 to 128"),
     (
-        chat(messages=[call(name="f", id=NAME + "n")]),
+        chat(messages=[call(name="f", id=CALL_ID + "c")]),
         "messages[0].tool_calls[0].id",
-        "maximum is 64",
+        "maximum is 4096",
     ),
     (
         chat(messages=[call(name="f", arguments=TOO_DEEP)]),
@@ -123,8 +124,8 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "maximum is 128",
     ),
     (chat(tools=[tool(f"t{i}") for i in range(129)]), "tools", "maximum is 128"),
-    (chat(tools=[tool(), tool("")]), "tools[1].name", "1 to 64"),
-    (chat(tools=[tool(NAME + "n")]), "tools[0].name", "1 to 64"),
+    (chat(tools=[tool(), tool("")]), "tools[1].name", "1 to 128"),
+    (chat(tools=[tool(TOOL_NAME + "f")]), "tools[0].name", "1 to 128"),
     (chat(tools=[tool('f"')]), "tools[0].name", "letters"),
     (chat(tools=[tool(), tool()]), "tools[1].name", "already the name of a tool"),
     (

@@ -40,6 +40,7 @@ SIGNS = {
     "phi4_mini_json": "<|tool|><|/tool|>",
     "granite": "<|tool_call|>",
     "cohere_command3": "<|START_ACTION|>",
+    "lfm2": "List of tools: <|tool_list_start|>[",
     "llama3_json": "<|python_tag|>",
 }
 """By format, what the chat templates of its models have."""
@@ -62,10 +63,20 @@ Köln
 </parameter>
 </function>
 </tool_call>"""
+LONGEST = "f" * 128
 Read = tuple[str, str, list[tuple[str, Any]]]
 """Text, reasoning, calls."""
 
 CALLS: list[tuple[str, str, Read]] = [
+    *(
+        (name, text, ("", "", [(LONGEST, {})]))
+        for name, text in (
+            ("openai", f"{COMMENTARY.replace('weather', LONGEST)}{{}}<|call|>"),
+            ("mistral_v11", f"[TOOL_CALLS]{LONGEST}[ARGS]{{}}"),
+            ("gemma4", f"<|tool_call>call:{LONGEST}{{}}<tool_call|>"),
+            ("qwen3_coder", f"<tool_call><function={LONGEST}></function></tool_call>"),
+        )
+    ),
     ("openai", f"{COMMENTARY}{CITY}<|call|>", ("", "", ONE)),
     ("openai", f"<|channel|>analysis<|message|>Hm.<|end|>{COMMENTARY}{CITY}", ("", "Hm.", ONE)),
     (
@@ -121,6 +132,18 @@ CALLS: list[tuple[str, str, Read]] = [
         "cohere_command3",
         f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>',
         ("", "", ONE),
+    ),
+    (
+        "lfm2",
+        "I look.<|tool_call_start|>[weather(city='Köln'), now()]<|tool_call_end|>",
+        ("I look.", "", TWO),
+    ),
+    ("lfm2", f"<|tool_call_start|>{LIST}<|tool_call_end|>", ("", "", TWO)),
+    ("lfm2", '<|tool_call_start|>weather(city="Köln")<|tool_call_end|> b', (" b", "", ONE)),
+    (
+        "lfm2",
+        "<|tool_call_start|>[weather(city=town)]<|tool_call_end|>",
+        ("<|tool_call_start|>[weather(city=town)]<|tool_call_end|>", "", []),
     ),
     (
         "cohere_command3",
@@ -266,6 +289,7 @@ MARKUP = [
         "<|tool_call|>",
         "<|tool_call>",
     ),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "[f(x=7)]"),
     *(
         "<tool_call|>",
         "<|/tool_call|>",
@@ -550,6 +574,9 @@ def written(name: str) -> str:
         "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]',
         "cohere_command3": (
             f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>'
+        ),
+        "lfm2": (
+            f'<|tool_call_start|>[{{"name": "weather", "arguments": {CITY}}}]<|tool_call_end|>'
         ),
         "llama3_json": llama("weather", CITY),
     }[name]
