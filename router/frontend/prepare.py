@@ -77,6 +77,8 @@ class RequestContext:
     is_resumable: bool = False  # the answer's messages have resume tokens
     # The event after which an HTTP stream is resumed. "": a new stream whose events have ids.
     event_id: str | None = None
+    # An HTTP stream that has sent no bytes for this time sends a keep-alive; None: never.
+    keepalive_seconds: float | None = None
     trace: TraceContext | None = None  # the caller's
     reduces_max_tokens: bool = False  # to the rest of the context, as some APIs do
 

@@ -37,6 +37,8 @@ _ERROR_TYPES: Final = {
 class MessageWriter(ItemWriter):
     """Writes the answer to one request: as events, or in full."""
 
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
+
     def __init__(self, request: AnyRequest, model: str, prompts: TokenIds) -> None:
         super().__init__()
         self._head = {
@@ -79,7 +81,7 @@ class MessageWriter(ItemWriter):
             ),
         }
         yield _event("message_start", message=self._head | begun)
-        yield _event("ping")
+        yield self.keep_alive
 
     @override
     def _open_item(self, kind: TextKind) -> Iterator[bytes]:
