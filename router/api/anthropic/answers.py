@@ -8,7 +8,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from ....proto import inference_pb2
-from ....proto.errors import TandemError
+from ....proto.errors import ContextExceeded, TandemError
 from ..openai.answers import RULES, error_response, error_text
 from ..openai.requests import AnyRequest
 from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds, streaming_form
@@ -121,7 +121,10 @@ class MessageWriter(ItemWriter):
 
 def anthropic_error(error: TandemError, name: Callable[[str], str]) -> dict[str, Any]:
     """Returns Anthropic's error body; `name` as in `error_response`."""
-    message, _ = error_text(error, name)
+    message, param = error_text(error, name)
+    if isinstance(error, ContextExceeded):  # clients look for these words and numbers
+        most = error.context - error.num_generated
+        message = f"prompt is too long: {error.num_prompt} tokens > {most} maximum; shorten {param}"
     return anthropic_plain_error(error.http_status, message)
 
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ..openai.answers import error_text, stop_reason
+from ..openai.answers import error_code, error_text, stop_reason
 from ..openai.requests import ParsedRequest
 from ..openai.writers import CUT, Answers, ItemWriter, TextKind, TokenIds
 from .bodies import ResponsesFields
@@ -66,7 +66,7 @@ class ResponsesWriter(ItemWriter):
     @override
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
         text, param = error_text(error, name)
-        return self._event("error", code=error.code.lower(), message=text, param=param)
+        return self._event("error", code=error_code(error), message=text, param=param)
 
     @override
     async def render_full(self, answers: Answers) -> bytes:
