@@ -24,7 +24,12 @@ from pydantic_core import PydanticCustomError
 
 from ..proto.addresses import in_brackets, is_loopback
 from ..proto.errors import InvalidArgument
-from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
+from ..proto.limits import (
+    KEEPALIVE_SECONDS,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    STALL_SECONDS,
+)
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
 from ..router.auth.config import SECTION, AbsolutePath, AuthConfig
 from ..router.auth.tls import TlsConfig
@@ -202,6 +207,9 @@ class RouterConfig(BaseModel):
     cors_origins: CorsOrigins = ()
     # A client that does not read its stream is disconnected after this time without progress.
     stall_seconds: float = Field(default=STALL_SECONDS, ge=0.1, le=3600)
+    # An HTTP stream that has sent no bytes for this time, because its request waits or a tool call
+    # is not complete, sends a keep-alive, so that no proxy and no client gives it up. None: never.
+    keepalive_seconds: float | None = Field(default=KEEPALIVE_SECONDS, ge=1, le=3600)
     # Of each API server. At the bound, HTTP closes an idle connection for a new one, and gRPC
     # refuses new ones. For an address gRPC bounds calls instead of connections. Clients behind a
     # proxy share one address.

@@ -2,6 +2,7 @@
 
     TandemError
     ├── InvalidArgument      INVALID_ARGUMENT     400   a field is wrong; `field` names it
+    │   ├── ContextExceeded  INVALID_ARGUMENT     400   the prompt does not fit the context
     │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body's compression is not supported
     ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
     ├── NotFound             NOT_FOUND            404   unknown model
@@ -51,6 +52,26 @@ class InvalidArgument(TandemError, code="INVALID_ARGUMENT", http_status=400):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
+
+
+class ContextExceeded(InvalidArgument, code="INVALID_ARGUMENT", http_status=400):
+    """Reports a prompt that does not fit the context together with the tokens to generate.
+
+    The HTTP APIs report it with words and a code of their own, by which clients recognise it.
+    """
+
+    def __init__(self, num_prompt: int, num_generated: int, context: int, field: str) -> None:
+        self.remedy = "shorten the prompt"
+        if num_prompt < context:
+            self.remedy = f"ask for at most {context - num_prompt}"
+        super().__init__(
+            f"{num_prompt} prompt tokens and {num_generated} to generate do not fit the context of "
+            f"{context} tokens; {self.remedy}",
+            field,
+        )
+        self.num_prompt = num_prompt
+        self.num_generated = num_generated
+        self.context = context
 
 
 class UnknownEncoding(InvalidArgument, code="INVALID_ARGUMENT", http_status=415):

@@ -132,6 +132,12 @@ MAX_HEAD_BYTES: Final = 65_536
 STALL_SECONDS: Final = 30.0
 """Default time without progress after which a client that does not read its stream is cut off."""
 
+KEEPALIVE_SECONDS: Final = 10.0
+"""Default time without bytes after which an HTTP stream sends a keep-alive.
+
+Half of the time after which an agent warns its user (20 s); nginx closes a connection after 60 s.
+"""
+
 
 def mixed_chunk(most: int, num_sequences: int) -> int:
     """Returns the prompt tokens, at most `most`, that a step computes beside decodes.

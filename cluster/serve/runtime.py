@@ -189,6 +189,7 @@ class RouterRuntime:
             tls=_server_tls(router, watches),
             console=console,
             shares_ports=True,
+            keepalive_seconds=router.keepalive_seconds,
         )
         registry.update(workers)
         servers, claims = await bind_api_servers(

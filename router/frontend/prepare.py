@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from ...proto import inference_pb2, limits, worker_pb2
-from ...proto.errors import InvalidArgument
+from ...proto.errors import ContextExceeded, InvalidArgument
 from ...proto.hashing import hash_tenant
 from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
@@ -77,6 +77,8 @@ class RequestContext:
     is_resumable: bool = False  # the answer's messages have resume tokens
     # The event after which an HTTP stream is resumed. "": a new stream whose events have ids.
     event_id: str | None = None
+    # An HTTP stream that has sent no bytes for this time sends a keep-alive; None: never.
+    keepalive_seconds: float | None = None
     trace: TraceContext | None = None  # the caller's
     reduces_max_tokens: bool = False  # to the rest of the context, as some APIs do
 
@@ -423,7 +425,7 @@ def _fit_context(
 
     A max_tokens of the client is kept or refused. If `reduces`, and the prompt is not to be cut, a
     max_tokens that fits the context is reduced to the rest after the prompt. Raises
-    InvalidArgument if they do not fit.
+    ContextExceeded if they do not fit, and InvalidArgument if max_tokens leaves no prompt.
     """
     context = model.context_tokens
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
@@ -441,7 +443,7 @@ def _fit_context(
     least = 1 if reduces else max(explicit or 1, 1)
     if len(ids) + least > context:
         if not truncates:
-            raise InvalidArgument(_too_long(len(ids), least, context), "prompt")
+            raise ContextExceeded(len(ids), least, context, "prompt")
         ids = ids[least - context :]
     rest = context - len(ids)
     if explicit is None:
@@ -452,16 +454,6 @@ def _fit_context(
             f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens"
         )
     return ids, max_tokens
-
-
-def _too_long(num_prompt: int, num_generated: int, context: int) -> str:
-    found = (
-        f"{num_prompt} prompt tokens and {num_generated} to generate do not fit the context of "
-        f"{context} tokens"
-    )
-    if num_prompt < context:
-        return f"{found}; ask for at most {context - num_prompt}"
-    return f"{found}; shorten the prompt"
 
 
 def _default_max_tokens(

@@ -192,6 +192,10 @@ def test_flags_alone_are_enough() -> None:
             "router.max_queue_seconds: must be greater than or equal to 0.01, got 0",
         ),
         (
+            "model: m\nrouter: {keepalive_seconds: 0}",
+            "router.keepalive_seconds: must be greater than or equal to 1, got 0",
+        ),
+        (
             "model: m\nrouter: {compression: deflate}",
             "router.compression: must be 'none' or 'gzip', got 'deflate'",
         ),

@@ -186,6 +186,23 @@ async def test_who_is_cut_when_the_service_stops_reads_so(
             await stopping
 
 
+async def test_a_stream_is_kept_alive_as_configured(config: TandemConfig, folder: Path) -> None:
+    router_config = config.router.model_copy(update={"keepalive_seconds": SLOW_STEP / 8})
+    config = config.model_copy(update={"router": router_config})
+    size = len(make_tokenizer())
+    async with fleet(
+        0, 1, rank=lambda role: fake_rank(vocab_size=size, step_seconds=SLOW_STEP)
+    ) as running:
+        router = await start(config, folder, 1)
+        await router.update([worker.info() for worker in running.workers])
+        body = {"model": "m", "prompt": [5, 6], "max_tokens": 2, "stream": True}
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as http:
+            answer = await http.post("/v1/completions", json=body, timeout=WAIT)
+        assert answer.text.startswith(": keep-alive\n\n")
+        assert "data: [DONE]\n\n" in answer.text
+        await router.stop(0)
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 async def test_any_host_name_will_do_where_a_key_is_needed(
     config: TandemConfig, folder: Path, tmp_path: Path, needs_key: bool

@@ -102,10 +102,14 @@ class FakeTokenSource:
             self._changed.notify_all()
 
     async def _fail_or_stall(self, start: int) -> None:
-        if self.error is not None and start >= self.error_after:
-            raise self.error
+        self._fail(start)
         if self.stall_after is not None and start >= self.stall_after:
             await self.goes_on.wait()
+            self._fail(start)
+
+    def _fail(self, start: int) -> None:
+        if self.error is not None and start >= self.error_after:
+            raise self.error
 
     def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
         completions = [

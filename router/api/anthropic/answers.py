@@ -8,7 +8,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from ....proto import inference_pb2
-from ....proto.errors import TandemError
+from ....proto.errors import ContextExceeded, TandemError
 from ..openai.answers import RULES, error_response, error_text
 from ..openai.requests import AnyRequest
 from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds, streaming_form
@@ -36,6 +36,8 @@ _ERROR_TYPES: Final = {
 
 class MessageWriter(ItemWriter):
     """Writes the answer to one request: as events, or in full."""
+
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, request: AnyRequest, model: str, prompts: TokenIds) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class MessageWriter(ItemWriter):
             ),
         }
         yield _event("message_start", message=self._head | begun)
-        yield _event("ping")
+        yield self.keep_alive
 
     @override
     def _open_item(self, kind: TextKind) -> Iterator[bytes]:
@@ -119,7 +121,10 @@ class MessageWriter(ItemWriter):
 
 def anthropic_error(error: TandemError, name: Callable[[str], str]) -> dict[str, Any]:
     """Returns Anthropic's error body; `name` as in `error_response`."""
-    message, _ = error_text(error, name)
+    message, param = error_text(error, name)
+    if isinstance(error, ContextExceeded):  # clients look for these words and numbers
+        most = error.context - error.num_generated
+        message = f"prompt is too long: {error.num_prompt} tokens > {most} maximum; shorten {param}"
     return anthropic_plain_error(error.http_status, message)
 
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from typing_extensions import override
 
 from ....proto import inference_pb2, limits
-from ....proto.errors import InvalidArgument, TandemError
+from ....proto.errors import ContextExceeded, InvalidArgument, TandemError
 from ...frontend.fair_threads import WRITING
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
@@ -319,13 +319,26 @@ def error_text(error: TandemError, name: Callable[[str], str]) -> tuple[str, str
     if not isinstance(error, InvalidArgument) or not error.field:
         return error.message, None
     param = name(error.field)
+    if isinstance(error, ContextExceeded):  # clients look for the first words
+        return (
+            f"This model's maximum context length is {error.context} tokens. However, the request "
+            f"needs {error.num_prompt} tokens for {param} and {error.num_generated} to generate; "
+            f"{error.remedy}"
+        ), param
     return f"{param}: {error.message.removeprefix(f'{error.field}: ')}", param
+
+
+def error_code(error: TandemError) -> str:
+    """Returns OpenAI's code of an error, or else the name of its gRPC status."""
+    if isinstance(error, ContextExceeded):
+        return "context_length_exceeded"
+    return error.code.lower()
 
 
 def error_body(error: TandemError, name: Callable[[str], str] = http_field) -> dict[str, Any]:
     """Returns OpenAI's error body; `name` as in `error_response`."""
     message, param = error_text(error, name)
-    return plain_error(error.http_status, message, param, error.code.lower())
+    return plain_error(error.http_status, message, param, error_code(error))
 
 
 def plain_error(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:

@@ -46,11 +46,12 @@ async def respond(
     *,
     max_bytes: int = MAX_MESSAGE_BYTES,
     is_form: bool = False,
+    keepalive_seconds: float | None = None,
 ) -> Response:
     """Reads the body and answers it; turns errors into responses of `form`.
 
-    `max_bytes`: of the body. `is_form`: the body is not JSON. The header `x-request-id` of the
-    response has the request's id.
+    `max_bytes`: of the body. `is_form`: the body is not JSON. `keepalive_seconds`: of a stream, as
+    in RequestContext. The header `x-request-id` of the response has the request's id.
     """
     arrived = time.monotonic()
     request_id = uuid.uuid4().hex
@@ -66,6 +67,7 @@ async def respond(
                 deadline=None if timeout is None else arrived + timeout,
                 caller=request.state.caller,
                 event_id=header_event_id(request.headers),
+                keepalive_seconds=keepalive_seconds,
                 trace=parse_traceparent(request.headers.get(TRACEPARENT)),
             )
             is_gzip = _is_gzip(request.headers.getlist("content-encoding"))

@@ -19,11 +19,13 @@ from ...frontend.prepared import PreparedRequest
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
 from ...output.choice import UNFINISHED, delivered
 from ...output.joined_answer import JoinedAnswer
+from ...resume.event_ids import EventIdSigner
 from ..service import GenerationService, tandem_errors_only
 from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
+from .keep_alive import EventSender
 from .openapi import LEFT_OUT, MAX_TOKENS, REQUEST_ID
 from .requests import AnyRequest
-from .resume import event_signer, with_event_id, with_id
+from .resume import event_signer, keep_alive_after_id, with_event_id, with_id
 from .writers import AnswerForm, StreamWriter, TokenIds
 
 _T = TypeVar("_T")
@@ -32,8 +34,9 @@ _T = TypeVar("_T")
 class GenerationResponse(Response):
     """Responds to one request: with server-sent events, or with a body in full.
 
-    An error before the first token becomes a response with the error's status, a later error the
-    last event of the stream.
+    An error before the first event or keep-alive becomes a response with the error's status, a
+    later error the last event of the stream. There is no keep-alive before the request is accepted,
+    so an invalid request always gets its status.
     """
 
     media_type = "text/event-stream"
@@ -76,38 +79,44 @@ class GenerationResponse(Response):
             return self._form.error_response(error, self._request.field)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
+        sender = EventSender(send, self.raw_headers)
         last = b""
         try:
-            async with aclosing(self._events()) as events:
+            with tandem_errors_only():
+                accepted = await self._accept()
+                assert self._form.make_writer is not None
+                writer = self._form.make_writer(self._request, *self._described(accepted))
+                signer = event_signer(accepted[0])
+            self._writer = writer
+            keep_alive = writer.keep_alive
+            if signer is not None:
+                keep_alive = keep_alive_after_id(keep_alive)
+            async with (
+                sender.kept_alive(keep_alive, self._context.keepalive_seconds),
+                aclosing(self._events(accepted, writer, signer)) as events,
+            ):
                 async for event in events:
-                    if not has_started:
-                        headers = self.raw_headers
-                        await send(
-                            {"type": "http.response.start", "status": 200, "headers": headers}
-                        )
-                        has_started = True
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await sender.send(event)
         except TandemError as error:
-            if not has_started or self._writer is None:
+            if not sender.has_started or self._writer is None:
                 response = self._form.error_response(error, self._request.field)
                 await self._send_other(response, scope, receive, send)
                 return
             self._service.metrics.add(ERRORS, api="http", code=str(error.http_status))
             last = self._writer.error_event(error, self._request.field)
-        await send({"type": "http.response.body", "body": last})
+        await sender.end(last)
 
     async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._send_other(await self.render_full(), scope, receive, send)
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self,
+        accepted: Sequence[PreparedRequest],
+        writer: StreamWriter,
+        signer: EventIdSigner | None,
+    ) -> AsyncGenerator[bytes, None]:
         usages = []
         with tandem_errors_only():
-            accepted = await self._accept()
-            assert self._form.make_writer is not None
-            writer = self._form.make_writer(self._request, *self._described(accepted))
-            self._writer = writer
-            signer = event_signer(accepted[0])
             timelines = [inference_pb2.Timeline() for _ in accepted]
             if accepted[0].progress:
                 writer.continue_after(await asyncio.to_thread(delivered, accepted[0]))

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from starlette.responses import JSONResponse
 from typing_extensions import override
@@ -25,6 +25,9 @@ CUT: Final = (inference_pb2.FINISH_REASON_LENGTH, inference_pb2.FINISH_REASON_TI
 
 class StreamWriter(ABC):
     """Writes the answer to one request in full, or as server-sent events."""
+
+    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
+    """A comment, which a stream sends while it has no events; clients ignore it."""
 
     @abstractmethod
     async def render_full(self, answers: Answers) -> bytes:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ..openai.answers import error_text, stop_reason
+from ..openai.answers import error_code, error_text, stop_reason
 from ..openai.writers import CUT, Answers, ItemWriter, TextKind, TokenIds
 from .requests import ResponsesRequest
 from .tool_bodies import HostedTool
@@ -86,7 +86,7 @@ class ResponsesWriter(ItemWriter):
     @override
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
         text, param = error_text(error, name)
-        return self._event("error", code=error.code.lower(), message=text, param=param)
+        return self._event("error", code=error_code(error), message=text, param=param)
 
     @override
     async def render_full(self, answers: Answers) -> bytes:

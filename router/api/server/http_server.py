@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ....proto.errors import NotFound, TandemError, Unavailable
+from ....proto.limits import KEEPALIVE_SECONDS
 from ....proto.parameters import ROWS
 from ...auth.authenticator import Authenticator
 from ...auth.tls import ServerTls
@@ -51,13 +52,17 @@ class HttpServer:
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
         console: ConsoleFeed | None = None,
+        keepalive_seconds: float | None = KEEPALIVE_SECONDS,
     ) -> None:
         """`bounds`: of its connections; None: the default ones.
+
+        A stream that has sent no bytes for `keepalive_seconds` sends a keep-alive; None: never.
 
         Without an `authenticator`, the server needs no key; without `tls`, it serves plaintext;
         without a `console`, its page shows no workers.
         """
         self._service = service
+        self._keepalive_seconds = keepalive_seconds
         self._console = console or ConsoleFeed(service.telemetry)
         self._serving = False
         self._has_served = False  # was ready at least once
@@ -116,7 +121,12 @@ class HttpServer:
             for path, (_, endpoint) in gets.items()
         ]
         for path, (_, answer) in POSTS.items():
-            endpoint = partial(respond, answer=partial(answer, self._service), form=_form(path))
+            endpoint = partial(
+                respond,
+                answer=partial(answer, self._service),
+                form=_form(path),
+                keepalive_seconds=self._keepalive_seconds,
+            )
             routes.append(Route(path, endpoint, methods=["POST"]))
         for path, operation, stored in STORED:
             routes.append(Route(path, partial(stored, self._service), methods=[operation.method]))

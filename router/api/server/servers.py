@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 
+from ....proto.limits import KEEPALIVE_SECONDS
 from ...auth.authenticator import Authenticator
 from ...auth.tls import ServerTls
 from ..browsers import BrowserRules
@@ -41,13 +42,14 @@ class ApiServers:
         tls: ServerTls | None = None,
         console: ConsoleFeed | None = None,
         shares_ports: bool = False,
+        keepalive_seconds: float | None = KEEPALIVE_SECONDS,
     ) -> "ApiServers":
         """Listens on both addresses, HOST:PORT; port 0 takes a free one.
 
         `compression`: of gRPC responses; `browsers`: for HTTP; `bounds`: of connections. Without an
         `authenticator`, the servers need no key; without `tls`, they serve plaintext; without a
         `console`, its page shows no workers. With `shares_ports`, other servers with `shares_ports`
-        may use the same ports.
+        may use the same ports. `keepalive_seconds`: as in HttpServer.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs.
         """
@@ -64,7 +66,9 @@ class ApiServers:
             tls=tls,
             shares_port=shares_ports,
         )
-        http_server = HttpServer(service, browsers, audit, bounds, authenticator, tls, console)
+        http_server = HttpServer(
+            service, browsers, audit, bounds, authenticator, tls, console, keepalive_seconds
+        )
         bound_http = await http_server.start(http_address, shares_port=shares_ports)
         service.http_port = int(bound_http.rpartition(":")[2])
         try:

@@ -375,6 +375,23 @@ async def test_errors(service: Service, client: anthropic.AsyncAnthropic) -> Non
             await stream.get_final_message()
 
 
+async def test_a_prompt_that_does_not_fit_is_known_by_its_words(
+    client: anthropic.AsyncAnthropic,
+) -> None:
+    """Agents look for the words and the numbers, and then shorten the conversation."""
+    long: Any = [{"role": "user", "content": "x" * 600}]
+    num_prompt = 600 + len("user: \nassistant: ")
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        await ask(client, messages=long)
+    assert caught.value.body == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": f"prompt is too long: {num_prompt} tokens > 511 maximum; shorten messages",
+        },
+    }
+
+
 async def test_a_key_in_its_own_header(model: ServedModel) -> None:
     """`x-api-key` works like a bearer key; refusals have Anthropic's form."""
     servers = await ApiServers.start(

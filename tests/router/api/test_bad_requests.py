@@ -406,7 +406,7 @@ HTTP_CASES: list[Case] = [
     (CHAT, says(content=[{"type": "input_audio"}]), 400, "messages[0].content", "'input_audio'"),
     (CHAT, says(content=[{"type": "{0}"}]), 400, "messages[0].content", "'{0}'"),
     (CHAT, says(content="x" * 1_000_001), 400, "messages", "maximum is 1000000"),
-    (CHAT, says(content="x" * 512), 400, "messages", "prompt tokens"),
+    (CHAT, says(content="x" * 512), 400, "messages", "tokens for messages"),
     (CHAT, says(name="n" * 65), 400, "messages[0].name", "maximum is 64"),
     (CHAT, says(tool_calls=[1]), 400, "messages[0].tool_calls[0]", "object"),
     (CHAT, says(tool_calls=[CALL]), 400, "messages[0].tool_calls", "assistant"),
@@ -505,7 +505,7 @@ HTTP_CASES: list[Case] = [
     ),
     (RESPONSES, response(input=[{"type": "message", "role": "r"}]), 400, "input[0].role", "'user'"),
     (RESPONSES, response(input=[]), 400, "input", "no message"),
-    (RESPONSES, response(input="x" * 512), 400, "input", "prompt tokens"),
+    (RESPONSES, response(input="x" * 512), 400, "input", "tokens for input"),
     (RESPONSES, response(input="x" * 1_000_001), 400, "input", "maximum is 1000000"),
     (
         RESPONSES,

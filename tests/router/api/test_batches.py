@@ -103,7 +103,8 @@ async def test_a_batch(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
     """As in OpenAI's guide: upload a file, create a batch, wait for it, read its output."""
     path = tmp_path / "batchinput.jsonl"
     wrong = request("wrong", temperature=9)
-    path.write_text("\n".join([*(request(f"r{i}", max_tokens=5) for i in range(9)), wrong]))
+    long = request("long", messages=[{"role": "user", "content": "x" * 600}])
+    path.write_text("\n".join([*(request(f"r{i}", max_tokens=5) for i in range(9)), wrong, long]))
     with path.open("rb") as file:
         batch_input_file = await client.files.create(file=file, purpose="batch")
     assert (batch_input_file.filename, batch_input_file.purpose) == ("batchinput.jsonl", "batch")
@@ -116,16 +117,17 @@ async def test_a_batch(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
     )
     batch = await ended(client, made.id)
     assert (batch.status, batch.metadata) == ("completed", {"description": "nightly eval job"})
-    assert batch.request_counts.to_dict() == {"total": 10, "completed": 9, "failed": 1}
+    assert batch.request_counts.to_dict() == {"total": 11, "completed": 9, "failed": 2}
     answers = await lines_of(client, batch.output_file_id)
     assert [line["custom_id"] for line in answers] == [f"r{i}" for i in range(9)]
     for line in answers:
         assert (line["error"], line["response"]["status_code"]) == (None, 200)
         assert line["response"]["body"]["object"] == "chat.completion"
-    (error,) = await lines_of(client, batch.error_file_id)
-    assert error["custom_id"] == "wrong"
-    assert error["response"]["status_code"] == 400
+    error, exceeded = await lines_of(client, batch.error_file_id)
+    assert (error["custom_id"], exceeded["custom_id"]) == ("wrong", "long")
+    assert error["response"]["status_code"] == exceeded["response"]["status_code"] == 400
     assert error["response"]["body"]["error"]["param"] == "temperature"
+    assert exceeded["response"]["body"]["error"]["code"] == "context_length_exceeded"
     assert [each.id async for each in client.batches.list(limit=1)] == [batch.id]
     files = [each.id async for each in client.files.list()]
     assert files == [batch.error_file_id, batch.output_file_id, batch_input_file.id]

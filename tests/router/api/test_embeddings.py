@@ -316,8 +316,9 @@ async def test_long_texts_are_cut_where_asked(
     )
     assert (cut.data[0].embedding, cut.usage) == (kept.data[0].embedding, kept.usage)
     long = prompt(70) * 40  # longer than the context
-    with pytest.raises(openai.BadRequestError, match="shorten the prompt"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
         await client.embeddings.create(model="tiny", input=long)
+    assert caught.value.code == "context_length_exceeded"
     for field in ({"truncate_prompt_tokens": -1}, {"truncate_prompt": True}):
         made = await client.embeddings.create(model="tiny", input=long, extra_body=field)
         assert made.usage.prompt_tokens == 2_047

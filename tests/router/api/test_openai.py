@@ -596,8 +596,33 @@ async def test_max_tokens_of_a_chat_become_what_the_prompt_leaves(
     with pytest.raises(openai.BadRequestError) as caught:
         await create(model="tiny", messages=ASK, max_tokens=513, stream=stream)
     assert caught.value.param == "max_tokens"
-    with pytest.raises(openai.BadRequestError, match="ask for at most 510"):
+    with pytest.raises(openai.BadRequestError, match="ask for at most 510") as caught:
         await client.completions.create(model="tiny", prompt="hi", max_tokens=511, stream=stream)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_does_not_fit_is_known_by_its_code(
+    client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """Libraries look for the code or for the first words, and then shorten the conversation."""
+    ask: Any = [{"role": "user", "content": "x" * 600}]
+    num_prompt = 600 + len("user: \nassistant: ")
+    creators: list[tuple[str, int, Any, dict[str, Any]]] = [
+        ("prompt", 600, client.completions.create, {"prompt": "x" * 600, "max_tokens": 1}),
+        ("messages", num_prompt, client.chat.completions.create, {"messages": ask}),
+        ("input", num_prompt, client.responses.create, {"input": "x" * 600}),
+    ]
+    for param, count, create, fields in creators:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model="tiny", stream=stream, **fields)
+        assert caught.value.body == {
+            "message": "This model's maximum context length is 512 tokens. However, the request "
+            f"needs {count} tokens for {param} and 1 to generate; shorten the prompt",
+            "type": "invalid_request_error",
+            "param": param,
+            "code": "context_length_exceeded",
+        }
 
 
 async def test_special_tokens_of_a_prompt_are_echoed(client: openai.AsyncOpenAI) -> None:

@@ -178,7 +178,7 @@ async def test_the_oldest_turns_are_dropped_until_the_rest_fits(
     kept += "[assistant] "
     assert len(kept) <= CONTEXT_TOKENS - 20 < len(kept) + 2 * 90
     service.source.answer = b"ok"
-    with pytest.raises(openai.BadRequestError, match="do not fit the context"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
         await client.chat.completions.create(model="tiny", messages=LONG, max_tokens=20)
     auto = {"truncation": "auto"}
     said = await client.chat.completions.create(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2, limits, worker_pb2
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import ContextExceeded, InvalidArgument
 from tandem.proto.hashing import hash_tenant
 from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend import constraint
@@ -292,9 +292,14 @@ async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
     length: int, explicit: int | None
 ) -> None:
     error = await refused(request("x" * length, stopping={"max_tokens": explicit}))
+    assert isinstance(error, ContextExceeded)
     assert error.field == "prompt"
+    assert (error.num_prompt, error.num_generated, error.context) == (length, explicit or 1, 64)
     assert f"{length} prompt tokens and {explicit or 1} to generate" in error.message
     assert "64 tokens" in error.message
+    remedy = "shorten the prompt" if length >= 64 else f"ask for at most {64 - length}"
+    assert error.message.endswith(f"; {error.remedy}")
+    assert error.remedy == remedy
 
 
 @pytest.mark.parametrize("truncate", [False, True])
