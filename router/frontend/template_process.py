@@ -239,7 +239,7 @@ def _takes_parts(source: str, tokens: Tokens, role: str) -> bool:
 
 
 def _try(source: str, tokens: Tokens, conversation: list[Message]) -> str:
-    """Returns what a template writes for a chat; "" if it refuses the chat."""
+    """Returns the text that a template writes for a chat; "" if it refuses the chat."""
     variables: dict[str, Any] = {
         **dict(tokens),
         "conversations": [conversation],

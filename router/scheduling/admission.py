@@ -311,7 +311,7 @@ class Admission:
         )
 
     def _with_first(self, needed: Capacity) -> Capacity:
-        """Returns what decode workers need for a short prompt and for the first queued request."""
+        """Returns the need of a short prompt and of the first queued request at decode workers."""
         first = self.queue.first()
         return needed if first is None else needed + first.needed._replace(prompt_tokens=0)
 

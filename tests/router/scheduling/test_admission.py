@@ -346,7 +346,7 @@ async def test_a_short_prompt_is_predicted_to_wait_for_short_ones_only() -> None
     registry = WorkerRegistry(local_prefill_tokens=64, rng=random.Random(0))
     fill(registry, prefill=1, decode=1, max_sequences=5, num_blocks=4096)
     admission = Admission(registry, max_queue_seconds=1.0)
-    busy = {"num_waiting": 1, "prompt_token_seconds": 1e-3, "num_blocks": 4096}
+    busy: Any = {"num_waiting": 1, "prompt_token_seconds": 1e-3, "num_blocks": 4096}
     report(registry, "p0", load=load(0, waiting_tokens=30_000, **busy))
     report(registry, "d0", load=load(0, waiting_tokens=600, **busy))
     async with AsyncExitStack() as scope:
