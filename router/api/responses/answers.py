@@ -12,11 +12,13 @@ from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ..openai.answers import error_code, error_text, stop_reason
 from ..openai.writers import CUT, Answers, ItemWriter, TextKind, TokenIds
+from .items import encode_reasoning
 from .requests import ResponsesRequest
 from .tool_bodies import HostedTool
 from .tools import custom_input
 
 _MAX_EVENTS_PER_TOKEN: Final = 16
+_ENCODED_REASONING: Final = "reasoning.encrypted_content"
 _ID_PREFIXES: Final = {"text": "msg", "reasoning": "rs"}
 _PART_TYPES: Final = {"text": "output_text", "reasoning": "reasoning_text"}
 _LOGPROBS: Final[dict[TextKind, dict[str, Any]]] = {"text": {"logprobs": []}, "reasoning": {}}
@@ -58,6 +60,7 @@ class ResponsesWriter(ItemWriter):
         self._keep = keep
         self._request_id = request.request_id
         self._tools = request.tools
+        self._encodes_reasoning = _ENCODED_REASONING in (request.body.include or ())
         self._head = _head(request, model) | {"store": keep is not None}
         self._sequence_number = 0  # of the next event
         self._num_delivered_tokens = 0  # tokens that the client had before it resumed
@@ -124,6 +127,8 @@ class ResponsesWriter(ItemWriter):
         name = f"response.{_PART_TYPES[kind]}.done"
         yield self._item_event(name, content_index=0, text=part["text"], **_LOGPROBS[kind])
         yield self._item_event("response.content_part.done", content_index=0, part=part)
+        if kind == "reasoning" and self._encodes_reasoning:
+            self._output[-1]["encrypted_content"] = encode_reasoning(part["text"])
         yield self._end_item("incomplete" if is_cut else "completed")
 
     @override

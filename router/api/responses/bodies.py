@@ -82,7 +82,9 @@ class ResponsesFields(OpenModel):
     conversation: NoConversation = None
     background: Only[Literal[False]] = None
     include: Annotated[list[str] | None, Field(max_length=_MAX_INCLUDED)] = Field(
-        None, description="Accepted, without effect: reasoning comes as text."
+        None,
+        description="Only reasoning.encrypted_content has an effect: reasoning items have it, for "
+        "clients that send nothing else of them back.",
     )
     max_tool_calls: Ignored[int] = None
     top_logprobs: Only[Literal[0]] = None

@@ -1,6 +1,8 @@
 """Defines the items of an input of OpenAI's Responses API."""
 
+import base64
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
@@ -116,10 +118,33 @@ class ReasoningItem(NestedModel):
 
     type: Literal["reasoning"]
     content: Items[Part] | None = None
-    summary: Items[Part] | None = Field(None, description="Read if `content` has no text.")
+    summary: Items[Part] | None = Field(None, description="Read if `content` is empty.")
+    encrypted_content: str | None = Field(
+        None, description="Read if the others are empty and this service has made it."
+    )
     id: Ignored[str] = None
-    encrypted_content: Ignored[str] = None
     status: Ignored[str] = None
+
+
+_ENCODED_REASONING: Final = "tandem:"
+
+
+def encode_reasoning(text: str) -> str:
+    """Returns the `encrypted_content` of a reasoning item.
+
+    Some clients send nothing else of the item back. The text is not secret: the item has it as
+    well.
+    """
+    return _ENCODED_REASONING + base64.b64encode(text.encode()).decode()
+
+
+def decode_reasoning(encoded: str) -> str:
+    """Returns the text of an `encrypted_content`; "" if another service has made it."""
+    if not encoded.startswith(_ENCODED_REASONING):
+        return ""
+    with suppress(ValueError):  # not base64 or not UTF-8
+        return base64.b64decode(encoded.removeprefix(_ENCODED_REASONING), validate=True).decode()
+    return ""
 
 
 class AdditionalToolsItem(NestedModel):

@@ -26,6 +26,7 @@ from .items import (
     ReasoningItem,
     TextPart,
     ToolOutputItem,
+    decode_reasoning,
 )
 from .tool_bodies import AllowedTools, NamedToolChoice, Tool
 from .tools import OfferedTools, custom_arguments
@@ -168,7 +169,8 @@ def _add_item(
             last.content += found["content"]
             return _marks(message.content, chat, between="")
         case ReasoningItem() as reasoning:
-            found = _fields(reasoning.content or reasoning.summary or (), between="")
+            encoded = decode_reasoning(reasoning.encrypted_content or "")
+            found = _fields(reasoning.content or reasoning.summary or encoded, between="")
             if found["content"] or found["other_parts"]:
                 last = _assistant(chat, add, place)
                 last.other_parts.extend(found["other_parts"])

@@ -7,7 +7,10 @@ import anthropic
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tandem.router.api.responses.items import decode_reasoning, encode_reasoning
 from tandem.router.client.client import AsyncClient
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
@@ -138,7 +141,30 @@ async def test_responses(answering: Service) -> None:
         await client.responses.create(
             input=[USER, *(item.model_dump() for item in whole.output[:2]), USER], **fields
         )
-    assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
+        assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
+        # As Codex asks for reasoning and sends it back.
+        encoded = await client.responses.create(
+            input=[USER], include=["reasoning.encrypted_content"], store=False, **fields
+        )
+        reasoning, message = (item.model_dump() for item in encoded.output[:2])
+        item = {
+            "type": "reasoning",
+            "summary": [],
+            "encrypted_content": reasoning["encrypted_content"],
+        }
+        await client.responses.create(input=[USER, item, message, USER], **fields)
+        assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
+        assert "encrypted_content" not in whole.output[0].model_dump(exclude_none=True)
+
+
+@given(st.text())
+def test_encoded_reasoning_can_be_read(text: str) -> None:
+    assert decode_reasoning(encode_reasoning(text)) == text
+
+
+@pytest.mark.parametrize("encoded", ["", "gAAAAABo", "tandem:!", "tandem:/w==", "tandem:a"])
+def test_what_another_service_has_encoded_is_no_text(encoded: str) -> None:
+    assert decode_reasoning(encoded) == ""
 
 
 async def test_grpc(answering: Service) -> None:
