@@ -14,7 +14,8 @@ wait, such as full decode workers.
 A short prompt, which decode workers may compute, passes the requests that wait for prefill workers.
 It delays none of them, because it is admitted only if the decode workers also have room for the
 first of these requests. Short prompts wait in the same order as all, in a queue of their own beside
-the queue of all.
+the queue of all. While a short prompt may pass, only this queue and the prompts of decode workers
+count for its predicted wait.
 
 The first resumption of a stream whose router was lost is admitted at once, like a stream whose
 worker was lost: the service has admitted it before, and its client waits for the next token.
@@ -60,11 +61,17 @@ _MAX_RETRY_SECONDS: Final = 60.0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _Waiting(QueueEntry):
+class _Entry(QueueEntry):
+    """A request that may have to wait."""
+
+    needed: Capacity
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Waiting(_Entry):
     """A request that waits."""
 
     request: TokenRequest
-    needed: Capacity
     admitted: "asyncio.Future[None]"
 
 
@@ -124,7 +131,8 @@ class Admission:
         """
         self._check_stopped()
         if not self._fits_now(needed):
-            entry = QueueEntry(
+            entry = _Entry(
+                needed=needed,
                 tenant=tenant,
                 priority=priority,
                 num_tokens=max(needed.kv_tokens, 1),
@@ -288,11 +296,7 @@ class Admission:
         free = self._capacity.free(needed.prompt_tokens)
         if not self.num_active or free is None:
             return True
-        return (
-            needed.sequences <= free.sequences
-            and needed.kv_tokens <= free.kv_tokens
-            and free.prompt_tokens > 0
-        )
+        return _has_room(free, needed) and free.prompt_tokens > 0
 
     def _fits_now(self, needed: Capacity) -> bool:
         """Returns True if a new request need not wait."""
@@ -302,9 +306,14 @@ class Admission:
 
     def _passes(self, needed: Capacity) -> bool:
         """Returns True if a request may pass all queued requests."""
+        return self._capacity.may_skip_prefill(needed.prompt_tokens) and self._fits(
+            self._with_first(needed)
+        )
+
+    def _with_first(self, needed: Capacity) -> Capacity:
+        """Returns the need of a short prompt and of the first queued request at decode workers."""
         first = self.queue.first()
-        both = needed if first is None else needed + first.needed._replace(prompt_tokens=0)
-        return self._capacity.may_skip_prefill(needed.prompt_tokens) and self._fits(both)
+        return needed if first is None else needed + first.needed._replace(prompt_tokens=0)
 
     def _limit_to_worker(self, required: Capacity) -> Capacity:
         """Limits the required KV cache to the largest worker.
@@ -322,7 +331,7 @@ class Admission:
             )
         return required._replace(kv_tokens=min(required.kv_tokens, largest.kv_tokens))
 
-    def _check_wait(self, entry: QueueEntry, deadline: float | None) -> None:
+    def _check_wait(self, entry: _Entry, deadline: float | None) -> None:
         """Raises Overloaded if the entry is predicted to wait longer than it may."""
         predicted = self._predict_wait(entry)
         slack = self._slack(deadline)
@@ -333,12 +342,18 @@ class Admission:
                 "predicted",
             )
 
-    def _predict_wait(self, entry: QueueEntry) -> float:
-        """Predicts the seconds until a worker would begin with the prompt of a new entry."""
-        num_tokens = self.queue.tokens_ahead(entry)
-        at_workers = self._capacity.prefill_queue()
-        prompts = at_workers.seconds(self._drain.prompt_tokens(num_tokens))
+    def _predict_wait(self, entry: _Entry) -> float:
+        """Predicts the seconds until a worker would begin with the prompt of a new entry.
+
+        A short prompt waits only for other short ones, unless decode workers have no room for it.
+        """
         free = self._capacity.free() or NO_CAPACITY
+        passes = self._capacity.may_skip_prefill(entry.needed.prompt_tokens) and _has_room(
+            free, self._with_first(entry.needed)
+        )
+        num_tokens = (self._short if passes else self.queue).tokens_ahead(entry)
+        at_workers = self._capacity.prefill_queue(is_local=passes)
+        prompts = at_workers.seconds(self._drain.prompt_tokens(num_tokens))
         return max(prompts, at_workers.fixed + self._drain.seconds(num_tokens, free))
 
     def _due(self, arrived: float, deadline: float | None, first_token_due: float | None) -> float:
@@ -357,7 +372,12 @@ class Admission:
             return math.inf
         return deadline - self._clock() - self._capacity.speeds.min_prefill_seconds()
 
-    def _overloaded(self, message: str, entry: QueueEntry, reason: str) -> Overloaded:
+    def _overloaded(self, message: str, entry: _Entry, reason: str) -> Overloaded:
         self._metrics.add(REFUSALS, reason=reason)
         seconds = min(max(self._predict_wait(entry), _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
         return Overloaded(message, seconds)
+
+
+def _has_room(free: Capacity, needed: Capacity) -> bool:
+    """Returns True if enough sequences and KV cache are free."""
+    return needed.sequences <= free.sequences and needed.kv_tokens <= free.kv_tokens

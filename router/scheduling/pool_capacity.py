@@ -85,13 +85,16 @@ class PoolCapacity:
         self._total_reserved -= reserved
         return reserved is not NO_CAPACITY
 
-    def prefill_queue(self) -> LinearCost:
+    def prefill_queue(self, *, is_local: bool = False) -> LinearCost:
         """Predicts the prefill backlog: seconds already queued, plus seconds per further token.
 
-        Assumes the recent cache hit rate. Also assumes that other routers send prompt tokens in
-        proportion to their share of the sequences at the workers.
+        `is_local`: of the decode workers, which compute short prompts. Assumes the recent cache hit
+        rate. Also assumes that other routers send prompt tokens in proportion to their share of the
+        sequences at the workers.
         """
         role = self._computing
+        if is_local and self.pool(_DECODE).free.workers:
+            role = _DECODE
         totals = self.pool(role).totals
         unmeasured = totals.num_unmeasured / self.speeds.unmeasured_token_seconds(role)
         speed = totals.speed / PER_UNIT + unmeasured

@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -338,6 +339,34 @@ async def test_short_prompts_that_pass_a_long_one_go_in_the_order_of_all() -> No
         ends.release()
     await asyncio.wait(tasks.values())
     assert admission.num_active == len(admission.queue) == 0
+
+
+async def test_a_short_prompt_is_predicted_to_wait_for_short_ones_only() -> None:
+    """The prefill worker has prompts for 30 seconds, the decode worker for half a second."""
+    registry = WorkerRegistry(local_prefill_tokens=64, rng=random.Random(0))
+    fill(registry, prefill=1, decode=1, max_sequences=5, num_blocks=4096)
+    admission = Admission(registry, max_queue_seconds=1.0)
+    busy: dict[str, Any] = {
+        "num_waiting": 1,
+        "prompt_token_seconds": 1e-3,
+        "num_blocks": 4096,
+    }
+    report(registry, "p0", load=load(0, waiting_tokens=30_000, **busy))
+    report(registry, "d0", load=load(0, waiting_tokens=600, **busy))
+    async with AsyncExitStack() as scope:
+        await scope.enter_async_context(admission.permit(request([1] * 9, "runs")))
+        waiting = request([2] * 9, "waits", priority=1)
+        task = asyncio.create_task(scope.enter_async_context(admission.permit(waiting)))
+        await settle()
+        assert len(admission.queue) == 1
+        admission.check_early(sized(64), "")
+        with pytest.raises(Overloaded, match=r"about 30\.. seconds long"):
+            admission.check_early(sized(65), "")
+        report(registry, "d0", load=load(4, waiting_tokens=600, version=1, **busy))
+        with pytest.raises(Overloaded, match=r"about 30\.. seconds long"):
+            admission.check_early(sized(64), "")
+        report(registry, "d0", load=load(0, num_blocks=4096, version=2))
+        await task
 
 
 async def test_prompts_at_workers_count_for_the_wait_before_tokenization() -> None:
