@@ -525,8 +525,9 @@ A parameter that a request leaves out has its default. The model's generation_co
 replace a default that is marked ◆, under the same name, unless the service runs with
 `generation_config: none` or the request is a beam search. `max_tokens` is named `max_new_tokens`
 there; for prompts other than chats the default is never above 16. The commands have
-[defaults of their own](clients.md#commands). In chats over HTTP, `top_logprobs` needs
-`logprobs: true`. A request has at most one constraint; `response_format` also sets the first two.
+[defaults of their own](clients/commands.md#defaults-of-the-commands). In chats over HTTP,
+`top_logprobs` needs `logprobs: true`. A request has at most one constraint; `response_format` also
+sets the first two.
 [learn.md](learn.md#advice-on-sampling) has advice on sampling.
 """
 

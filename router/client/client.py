@@ -11,7 +11,7 @@ Overloaded and Unavailable (with `retry_after` seconds), TooLarge, DeadlineExcee
 Unauthenticated, PermissionDenied, InternalError. `timeout` is the maximum of seconds for the whole
 call; without it a call has no time limit. A call that fails with a `retry_after` before its first
 token is tried again, `max_retries` times in a row. A stream whose router is lost continues at the
-next of several addresses, or at the only one. More examples: docs/clients.md. One file because the
+next of several addresses, or at the only one. More examples: docs/clients/. One file because the
 two clients offer the same calls.
 """
 
