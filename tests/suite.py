@@ -142,7 +142,8 @@ def settle(outcome: Outcome, options: tuple[str, ...], folder: Path) -> bool:
         print("tests; running those that it had left", flush=True)
         left_out = folder / "left_out"
         left_out.write_text("\n".join(outcome.ended))
-        rest = run_pytest((*options, "--without", str(left_out)), folder / "rest")
+        # In one word: pytest would take an existing path for the root of the tests.
+        rest = run_pytest((*options, f"--without={left_out}"), folder / "rest")
         if not rest.complete and rest.code != pytest.ExitCode.NO_TESTS_COLLECTED:
             return False
         failures |= rest.failures

@@ -147,7 +147,7 @@ async def test_responses(answering: Service) -> None:
             input=[USER], include=["reasoning.encrypted_content"], store=False, **fields
         )
         reasoning, message = (item.model_dump() for item in encoded.output[:2])
-        item = {
+        item: Any = {
             "type": "reasoning",
             "summary": [],
             "encrypted_content": reasoning["encrypted_content"],

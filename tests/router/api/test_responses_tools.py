@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseInputItemParam, ToolParam
 from pydantic import TypeAdapter, ValidationError
 
-from tandem.proto.limits import MAX_NAME_CHARACTERS
+from tandem.proto.limits import MAX_TOOL_NAME_CHARACTERS
 from tandem.router.api.responses.items import Item
 from tandem.router.api.responses.tool_bodies import FunctionTool, NamespaceTool, Tool
 from tandem.router.api.responses.tools import OfferedTools, custom_arguments, custom_input
@@ -34,7 +34,7 @@ def test_names_of_tools_are_unique_and_lead_back_to_the_tools(keys: set[tuple[st
     assert {(each.namespace, each.tool.name) for each in found} == keys
     assert len({each.model_name for each in found}) == len(keys)
     for each in found:
-        assert 1 <= len(each.model_name) <= MAX_NAME_CHARACTERS
+        assert 1 <= len(each.model_name) <= MAX_TOOL_NAME_CHARACTERS
         assert offered.called(each.model_name) is each
         # A later request has the same name for a call of this tool.
         assert offered.model_name(each.namespace, each.tool.name) == each.model_name
