@@ -155,6 +155,34 @@ def test_a_run_that_was_cut_short_goes_on(
     assert "1 failed, 1 passed" in output
 
 
+_WITH_SETTINGS = """
+import os
+from pathlib import Path
+
+
+def test_has_the_settings(pytestconfig) -> None:
+    assert pytestconfig.getini("python_functions") == ["test", "check"]
+    if not Path("mark").exists():
+        Path("mark").touch()
+        os._exit(1)
+"""
+
+
+def test_the_rest_of_a_run_has_the_settings_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its list of ended tests is in a folder outside, as a temporary folder is."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "pytest.ini").write_text("[pytest]\npython_functions = test check\n")
+    (project / "test_made_up.py").write_text(_WITH_SETTINGS)
+    monkeypatch.chdir(project)
+    options = ("-q", "-n", "0", "-p", "no:schemathesis")
+    outcome = suite.run_pytest(options, tmp_path / "first")
+    assert not outcome.complete
+    assert suite.settle(outcome, options, tmp_path)
+
+
 def test_a_run_without_failures_that_did_not_exit_goes_on_with_nothing(tmp_path: Path) -> None:
     file = tmp_path / "test_made_up.py"
     file.write_text("def test_passes() -> None:\n    pass\n")
