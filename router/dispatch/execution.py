@@ -277,8 +277,8 @@ class RequestExecution:
                 self._unpark()
             if not attempt.choices:
                 attempt.end()
-        self._forget_finished()
-        self._watch_workers()
+        if self._parked:
+            self._forget_finished()
         self._attempts = [attempt for attempt in self._attempts if attempt.choices]
         if self in self._poison_guard:
             self._end_solo_runs()
@@ -463,12 +463,13 @@ class RequestExecution:
             if parked.attempt is not None:
                 parked.choices = parked.choices.intersection(parked.attempt.choices)
         self._parked = [parked for parked in self._parked if parked.choices]
+        self._watch_workers()
 
     def _unpark(self) -> None:
         """Continues the parked choices that workers can take. Raises as `_check_wait`."""
-        self._forget_finished()
         if not self._parked:
             return
+        self._forget_finished()
         self._avoided_now()  # forgets the workers whose time is over, which `wake_at` may count
         may_ask = self._poison_guard.may_ask(self)
         # All stay parked until then, so that `end` frees what they hold if one of them raises.

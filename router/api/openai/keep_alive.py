@@ -20,13 +20,19 @@ class EventSender:
         self.has_started = False  # the head is sent
         self._send = send
         self._headers = headers
-        self._lock = asyncio.Lock()  # while a part of the response is sent
-        self._sent = asyncio.get_running_loop().time()  # when the last bytes were sent
+        self._is_sending = False  # an event
+        self._keeping_alive = asyncio.Lock()  # while a keep-alive is sent
+        self._time = asyncio.get_running_loop().time
+        self._sent = self._time()  # when the last bytes were sent
 
     async def send(self, event: bytes) -> None:
         """Sends an event, which may be empty."""
-        async with self._lock:
-            await self._write(event)
+        if self._keeping_alive.locked():  # without this question, it costs time for each token
+            async with self._keeping_alive:
+                pass
+        self._is_sending = True
+        await self._write(event)
+        self._is_sending = False
 
     async def end(self, event: bytes) -> None:
         """Ends the response with a last event, which may be empty."""
@@ -51,20 +57,24 @@ class EventSender:
             keeping.result()
 
     async def _keep_alive(self, event: bytes, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             sent = self._sent
-            await asyncio.sleep(sent + seconds - loop.time())
-            async with self._lock:  # an event that waits for a slow client goes first
-                if self._sent == sent:
-                    await self._write(event)
+            await asyncio.sleep(sent + seconds - self._time())
+            if self._sent != sent:
+                continue
+            if self._is_sending:  # to a client that reads slowly
+                self._sent = self._time()
+                continue
+            async with self._keeping_alive:
+                await self._write(event)
 
     async def _write(self, event: bytes) -> None:
         if not self.has_started:
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": self._headers}
-            )
-            self.has_started = True
+            await self._start()
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
         if event:
-            self._sent = asyncio.get_running_loop().time()
+            self._sent = self._time()
+
+    async def _start(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        self.has_started = True
