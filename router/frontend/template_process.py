@@ -38,6 +38,9 @@ _CALL: Final = {
 Message = dict[str, Any]
 """A message of a chat, as templates get it."""
 
+MessageTexts = tuple[Message, list[str]]
+"""A message, and the texts that its content is to have."""
+
 Tokens = tuple[tuple[str, str], ...]
 """The names and texts of special tokens that templates get."""
 
@@ -52,7 +55,7 @@ def make_answer() -> Callable[[bytes], bytes]:
 def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
     """Returns the text, or the reason why there is none and the field at fault."""
     try:
-        texts: Any = render_jinja_template(**_with_parts(_arranged(variables)))[0]
+        texts: Any = render_jinja_template(**_fitting(variables))[0]
         if len(texts[0]) <= max_characters:
             return {"text": texts[0]}
     except MemoryError:
@@ -72,15 +75,19 @@ def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]
     return {"reason": f"renders more than {max_characters} characters for these messages"}
 
 
-def _arranged(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the variables, with messages merged that the template does not write separately."""
-    source, tokens = _template(variables)
+def _fitting(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables, with messages in a form that the template writes completely."""
+    source = str(variables["chat_template"])
+    tokens = tuple((name, str(variables[name])) for name in _TOKENS if name in variables)
 
     def shows(roles: tuple[str, ...]) -> bool:
         # A template that refuses any chat here may need variables of the client.
         return _shows(source, tokens, roles) or not _shows(source, tokens, ("user",))
 
-    conversations = [arrange(each, shows) for each in variables["conversations"]]
+    conversations = [
+        _in_form(source, tokens, arrange(messages, shows))
+        for messages in variables["conversations"]
+    ]
     return {**variables, "conversations": conversations}
 
 
@@ -99,7 +106,7 @@ def arrange(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool
         num_first += 1
     first = list(messages[:num_first])
     if num_first > 1 and not shows((first[0]["role"], first[-1]["role"], "user")):
-        first = [_merged(*first)]
+        first = _joined([(first[0], [each["content"] for each in first])])
     rest = list(messages[num_first:])
     if first and not shows((first[0]["role"], "user")):  # the template knows no system messages
         first, rest = [], first + rest
@@ -108,24 +115,26 @@ def arrange(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool
 
 def _fold(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool]) -> list[Message]:
     """Adds each system message to a neighbour, unless the template writes it at its place."""
-    found: list[Message] = []
-    waiting: list[Message] = []  # for the next message of the user or a tool
+    found: list[MessageTexts] = []
+    waiting: list[str] = []  # for the next message of the user or a tool
+    last_input = max(
+        (i for i, each in enumerate(messages) if each["role"] in _INPUT_ROLES), default=-1
+    )
     for i, message in enumerate(messages):
-        role = message["role"]
+        role, content = message["role"], message["content"]
         if role in _SYSTEM_ROLES and not shows(("user", "assistant", role, "user")):
-            if found and found[-1]["role"] in _INPUT_ROLES:
-                found[-1] = _merged(found[-1], message)
-            elif any(later["role"] in _INPUT_ROLES for later in messages[i:]):
-                waiting.append(message)
+            if found and found[-1][0]["role"] in _INPUT_ROLES:
+                found[-1][1].append(content)
+            elif i < last_input:
+                waiting.append(content)
             else:
-                found.append(message | {"role": "user"})
-            continue
-        if waiting and role in _INPUT_ROLES:
-            content = _merged(*waiting, message)["content"]
-            message = message | {"content": content}
+                found.append((message | {"role": "user"}, [content]))
+        elif role in _INPUT_ROLES:
+            found.append((message, [*waiting, content]))
             waiting.clear()
-        found.append(message)
-    return found
+        else:
+            found.append((message, [content]))
+    return _joined(found)
 
 
 def _without_repeats(
@@ -136,52 +145,29 @@ def _without_repeats(
     Calls end a message: their results follow.
     """
     tried = {"user": ("user", "user"), "assistant": ("user", "assistant", "assistant", "user")}
-    found: list[Message] = []
+    found: list[MessageTexts] = []
     for message in messages:
-        role = message["role"]
-        may_merge = bool(found) and found[-1]["role"] == role and "tool_calls" not in found[-1]
+        role, content = message["role"], message["content"]
+        last, texts = found[-1] if found else ({}, [])
+        may_merge = last.get("role") == role and "tool_calls" not in last
         if may_merge and role in tried and not shows(tried[role]):
-            found[-1] = _merged(found[-1], message)
+            found[-1] = (last | message, texts)
+            texts.append(content)
         else:
-            found.append(message)
-    return found
+            found.append((message, [content]))
+    return _joined(found)
 
 
-def _merged(*messages: Message) -> Message:
-    """Returns the first message with the contents of all, and with the other fields of the last."""
-    contents = [each["content"] for each in messages if each["content"]]
-    return (
-        messages[0]
-        | messages[-1]
-        | {
-            "role": messages[0]["role"],
-            "content": _BETWEEN.join(contents),
-        }
-    )
+def _joined(found: Sequence[MessageTexts]) -> list[Message]:
+    return [message | {"content": _BETWEEN.join(filter(None, texts))} for message, texts in found]
 
 
-def _template(variables: Mapping[str, Any]) -> tuple[str, Tokens]:
-    """Returns the source of a template and its variables for special tokens."""
-    tokens = tuple((name, str(variables[name])) for name in _TOKENS if name in variables)
-    return str(variables["chat_template"]), tokens
-
-
-def _with_parts(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the variables, with contents as lists of one part where the template expects that."""
-    source, tokens = _template(variables)
+def _in_form(source: str, tokens: Tokens, messages: Sequence[Message]) -> list[Message]:
+    """Returns messages with contents as lists of one part where the template expects that."""
     takes_parts = {
-        role: _takes_parts(source, tokens, role)
-        for role in _known_roles(variables["conversations"])
+        role: _takes_parts(source, tokens, role) for role in set(map(_known_role, messages))
     }
-    conversations = [
-        [_in_parts(each) if takes_parts[_known_role(each)] else each for each in messages]
-        for messages in variables["conversations"]
-    ]
-    return {**variables, "conversations": conversations}
-
-
-def _known_roles(conversations: list[list[dict[str, Any]]]) -> set[str]:
-    return {_known_role(message) for messages in conversations for message in messages}
+    return [_in_parts(each) if takes_parts[_known_role(each)] else each for each in messages]
 
 
 def _known_role(message: dict[str, Any]) -> str:
@@ -199,14 +185,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _shows(source: str, tokens: Tokens, roles: tuple[str, ...]) -> bool:
     """Returns True if a template writes each message of a chat with these roles."""
     messages = [{"role": role, "content": f"{_MARK}-{i};"} for i, role in enumerate(roles)]
-    text = _try(
-        source,
-        tokens,
-        [
-            _in_parts(each) if _takes_parts(source, tokens, _known_role(each)) else each
-            for each in messages
-        ],
-    )
+    text = _try(source, tokens, _in_form(source, tokens, messages))
     return all(each["content"] in text for each in messages)
 
 

@@ -109,14 +109,20 @@ def _content(value: object) -> Content:
         raise PydanticCustomError("content", "must be a string or a list of parts")
     if len(value) > _MAX_ITEMS:
         raise PydanticCustomError("content", f"has {len(value)} parts; the maximum is {_MAX_ITEMS}")
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-    other_parts = tuple(kind for kind in kinds if isinstance(kind, str) and kind not in _PART_TEXTS)
-    read = [part for part, kind in zip(value, kinds, strict=True) if kind not in other_parts]
+    others = list(map(_other_type, value))
+    other_parts = tuple(kind for kind in others if kind is not None)
+    read = [part for part, kind in zip(value, others, strict=True) if kind is None]
     texts = list(map(_part_text, read))
     marks = ((end, _part_mark(part)) for end, part in zip(part_ends(texts), read, strict=True))
     return Content(
         PART_BREAK.join(texts), other_parts, tuple((end, mark) for end, mark in marks if mark)
     )
+
+
+def _other_type(part: object) -> str | None:
+    """Returns the type of a part that is not text; None for other values."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) and kind not in _PART_TEXTS else None
 
 
 def part_ends(texts: Sequence[str], between: str = PART_BREAK) -> list[int]:

@@ -1,7 +1,6 @@
 """Defines the items of an input of OpenAI's Responses API."""
 
 import base64
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -19,7 +18,7 @@ from ..openai.bodies import (
     TextOrItems,
     member,
 )
-from .tool_bodies import Tools
+from .tool_bodies import Tools, tags_by_type
 
 _TextType = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
 
@@ -196,23 +195,18 @@ class LeftOutItem(NestedModel):
     ]
 
 
-_TAGS: Final[Mapping[str, str]] = {
-    kind: f"[{item.__name__}]"
-    for item in (
-        MessageItem,
-        FunctionCallItem,
-        CustomCallItem,
-        ToolOutputItem,
-        LocalShellCallItem,
-        LocalShellOutputItem,
-        ReasoningItem,
-        AdditionalToolsItem,
-        ItemReference,
-        LeftOutItem,
-    )
-    for kind in get_args(item.model_fields["type"].annotation)
-}
-"""Maps the types of items to tags of the union of their classes."""
+_TAGS: Final = tags_by_type(
+    MessageItem,
+    FunctionCallItem,
+    CustomCallItem,
+    ToolOutputItem,
+    LocalShellCallItem,
+    LocalShellOutputItem,
+    ReasoningItem,
+    AdditionalToolsItem,
+    ItemReference,
+    LeftOutItem,
+)
 
 
 def _item_tag(value: object) -> str | None:

@@ -65,14 +65,6 @@ class HostedTool(NestedModel):
     ]
 
 
-_TAGS: Final[Mapping[str, str]] = {
-    kind: f"[{tool.__name__}]"
-    for tool in (FunctionTool, CustomTool, HostedTool)
-    for kind in get_args(tool.model_fields["type"].annotation)
-}
-"""Maps the types of tools to tags of the union of their classes."""
-
-
 def _client_tool_tag(value: object) -> str:
     return "[CustomTool]" if member(value, "type") == "custom" else "[FunctionTool]"
 
@@ -95,10 +87,20 @@ class NamespaceTool(NestedModel):
     ]
 
 
+def tags_by_type(*classes: type[NestedModel]) -> Mapping[str, str]:
+    """Maps each `type` of the classes to the class's tag in a union."""
+    return {
+        kind: f"[{each.__name__}]"
+        for each in classes
+        for kind in get_args(each.model_fields["type"].annotation)
+    }
+
+
+_TAGS: Final = tags_by_type(FunctionTool, CustomTool, NamespaceTool, HostedTool)
+
+
 def _tool_tag(value: object) -> str | None:
     kind = member(value, "type")
-    if kind == "namespace":
-        return "[NamespaceTool]"
     return _TAGS.get(kind) if isinstance(kind, str) else None
 
 
