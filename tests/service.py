@@ -3,6 +3,7 @@ workers.
 """
 
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,9 @@ def ray_cluster(nodes: Mapping[str, str], **head: object) -> Iterator[Any]:
     `nodes`: the address of each by its name, which is also a resource of the node. `head`: further
     arguments of the head.
     """
+    # As `tandem serve` and the manifests do. At nice 15, Ray's default, the tests that run beside
+    # those of services would leave their processes without a core for minutes.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Both read the environment at the import of Ray.
     from ray.cluster_utils import Cluster
 
@@ -103,9 +107,9 @@ def workers(status_url: str) -> list[dict[str, Any]]:
     return found
 
 
-def wait_until_idle(status_url: str, seconds: float = WAIT) -> None:
-    """Waits until no worker holds a request, lease, transfer or block; fails unless all blocks are
-    consistent.
+def wait_until_idle(status_url: str, seconds: float = WAIT) -> list[dict[str, Any]]:
+    """Waits until no worker holds a request, lease, transfer or block; returns the workers of that
+    status page, none of which is silent. Fails unless all blocks are consistent.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -118,6 +122,6 @@ def wait_until_idle(status_url: str, seconds: float = WAIT) -> None:
         ]
         held += [worker[name] for worker in found for name in worker if name in ACTIVITY]
         if not any(held) and not any(worker["state"] == "silent" for worker in found):
-            return
+            return found
         assert time.monotonic() < deadline, found
         time.sleep(0.05)

@@ -111,7 +111,6 @@ def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
     assert found["parts"]["finish"] == {"status": "not started: 0 s are over"}
 
 
-@pytest.mark.timeout(900)
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     """With --device cpu and the tiny shape; what needs a GPU says so."""
     command = [sys.executable, "-m", "tandem.tests.bench.gpu", "--device", "cpu", "--shape", "tiny"]

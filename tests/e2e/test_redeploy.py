@@ -86,7 +86,7 @@ def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
         [sys.executable, "-c", code, arguments],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=5 * WAIT,
         check=False,
     )
     assert launcher.returncode == 0, launcher.stderr

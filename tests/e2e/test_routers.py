@@ -300,13 +300,15 @@ async def test_workers_change_roles_under_streams_and_the_directory_fills_the_ga
             assert [tokens[:NUM_TOKENS] for tokens in found] == expected
         wait_until_idle(service.status_url)
         after = by_role(service)
+        loads = [{role: each["load"] for role, each in page.items()} for page in (before, after)]
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
             assert after[role]["epoch"] == before[other]["epoch"] + 1, number
             name = "num_recomputed_tokens"
             assert after[role][name] == before[other][name]
             # Streams that end add blocks, and a switch takes none away.
-            assert after[role]["load"]["cached_blocks"] >= before[other]["load"]["cached_blocks"]
-            assert after[role]["load"]["cached_blocks"] > 0
+            cached = after[role]["load"]["cached_blocks"]
+            assert cached >= before[other]["load"]["cached_blocks"], loads
+            assert cached > 0
 
 
 def by_role(service: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tests the application that KubeRay deploys, through Ray's dashboard, on nodes with labels."""
 
 import asyncio
+import os
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,8 +23,6 @@ from tandem.tests.service import NODES, expected_tokens, status, wait_until_idle
 from tandem.tests.soak.nemesis import MODEL
 from tandem.tests.soak.traffic import Traffic, fault_free, keep_going, make_cases
 from tandem.tests.tiny import make_tiny_model
-
-pytestmark = pytest.mark.timeout(900)  # of waits that each have a deadline of their own
 
 PROMPT = [17, 5, 9, 400, 3]
 NUM_TOKENS = 12
@@ -61,6 +60,7 @@ def dashboard() -> Iterator[str]:
     """Starts a cluster as KubeRay's pods would make it, and yields the address of its dashboard."""
     from ray.cluster_utils import Cluster
 
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as the pods' manifest does
     small: dict[str, Any] = {"object_store_memory": 100 * 2**20}
     head: dict[str, Any] = small | {
         "num_cpus": 0,

@@ -39,7 +39,8 @@ class BlockPool:
     """Keeps ref-counted blocks with a hash-chained prefix cache.
 
     Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the
-    first verb must call the second. Not thread-safe: only the engine's thread calls it.
+    first verb must call the second. Not thread-safe except for `counts`: only the engine's thread
+    calls it.
 
     The cache evicts in the order of `EvictionOrder`. Evicted blocks move to `host` while it has
     room; the hashes in `host` belong to the cache.
@@ -64,6 +65,13 @@ class BlockPool:
     def count(self, state: BlockState) -> int:
         """Returns the number of blocks in `state`."""
         return self._count[state]
+
+    def counts(self) -> dict[BlockState, int]:
+        """Returns the number of blocks in each state, read at one time. Any thread may call it.
+
+        Within a move of a block, the counts may add up to one block less than the pool has.
+        """
+        return self._count.copy()  # one step of C under the GIL
 
     def holders(self, block: int) -> tuple[int, int]:
         """Returns the numbers of sequences and leases that hold `block`."""

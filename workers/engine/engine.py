@@ -386,12 +386,12 @@ class Engine:
             emit(events)
 
     def blocks(self) -> dict[BlockState, int]:
-        """Returns the number of blocks in each state; the counts add up to the pool's size."""
-        return {state: self.requests.pool.count(state) for state in BlockState}
+        """Returns the number of blocks in each state at one time; see `BlockPool.counts`."""
+        return self.requests.pool.counts()
 
     def states(self) -> dict[BlockState, int]:
         """Returns the number of slots of states as `blocks`; all 0 if the model keeps no state."""
-        return {state: self.requests.states.pool.count(state) for state in BlockState}
+        return self.requests.states.pool.counts()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless the tables and slots of sequences and both pools agree."""

@@ -19,8 +19,8 @@ class LoadReader:
     def read(self, *, draining: bool) -> worker_pb2.WorkerLoad:
         """Returns a snapshot.
 
-        Reads each counter of the engine's thread once. The engine may move blocks between two
-        reads, so the number of free blocks is computed from the other counts.
+        Reads the counters of the engine's thread while it runs. It may be moving a block, so the
+        number of free blocks is computed from the other counts.
         """
         requests = self._engine.requests
         blocks = _counts(self._engine.blocks(), self._num_blocks)

@@ -1,5 +1,7 @@
 """The block pool against a model that knows only lists, and the order in which cached blocks go."""
 
+import sys
+import threading
 from itertools import takewhile
 
 import pytest
@@ -346,3 +348,27 @@ def test_what_comes_and_goes_between_two_looks_is_no_change() -> None:
     assert pool.take_changes() == ((), ())
     pool.unreserve(pool.reserve(2))
     assert pool.take_changes() == ((), (b"a",))
+
+
+def test_another_thread_reads_counts_of_one_time() -> None:
+    """All blocks change between owned and cached, so a torn read would miss many of them."""
+    pool = BlockPool(64)
+    blocks = owned(pool, [bytes([n]) for n in range(64)])
+    is_over = threading.Event()
+
+    def keep_moving() -> None:
+        while not is_over.is_set():
+            pool.release(blocks)
+            pool.share(blocks)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    moving = threading.Thread(target=keep_moving)
+    moving.start()
+    try:
+        found = {sum(pool.counts().values()) for _ in range(20_000)}
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        moving.join()
+    assert found <= {63, 64}
