@@ -36,7 +36,12 @@ LOGPROB_SIZE. Log probabilities of this size have about 40 MB, as text or as obj
 
 LOGPROB_SIZE: Final = 8
 
-MAX_CHAT_MESSAGES: Final = 1_024
+MAX_CHAT_MESSAGES: Final = 4_096
+"""Number of messages in one chat, or of content parts in one message.
+
+The session of an agent that fills a context of 128k tokens has more than a thousand messages.
+"""
+
 MAX_ROLE_CHARACTERS: Final = 64
 MAX_REQUEST_ID_CHARACTERS: Final = 128
 MAX_TOKENS: Final = 1_048_576
@@ -72,7 +77,9 @@ MAX_GRAMMAR_CHARACTERS: Final = 131_072
 """Size of a JSON schema, a regular expression, a grammar, or all texts of a choice together."""
 
 MAX_CONSTRAINT_CHOICES: Final = 1_024
-MAX_TOOLS: Final = 128
+MAX_TOOLS: Final = 512
+"""Number of tools in one request; agents with several MCP servers offer more than OpenAI's 128."""
+
 MAX_TOOL_CALLS: Final = 128
 """Number of tool calls in one message."""
 

@@ -542,7 +542,7 @@ HTTP_CASES: list[Case] = [
     ("/tokenize", b"{", 400, None, "not valid JSON"),
     ("/tokenize", b"{}", 400, "prompt", "required"),
     ("/tokenize", text(prompt=[1]), 400, "prompt", "string"),
-    ("/tokenize", b'{"messages": []}', 400, "messages", "1 to 1024"),
+    ("/tokenize", b'{"messages": []}', 400, "messages", f"1 to {limits.MAX_CHAT_MESSAGES}"),
     ("/tokenize", b'{"prompt": "x", "model": "nope"}', 404, None, "'nope'"),
     ("/tokenize", b'{"prompt": "x", "more": 1}', 400, "more", "not a field"),
     ("/detokenize", b'{"tokens": [258]}', 400, "tokens", "258 tokens"),

@@ -86,7 +86,7 @@ def test_lists_that_are_too_long_are_refused_at_parsing(
 
 
 def test_other_bodies_are_bounded() -> None:
-    with pytest.raises(InvalidArgument, match="at most 1024"):
+    with pytest.raises(InvalidArgument, match=f"at most {CHATS}"):
         parse_tokenize(json.dumps({"messages": [MESSAGE] * 9_000}).encode())
     with pytest.raises(InvalidArgument, match="at most 1048576"):
         parse(DetokenizeBody, json.dumps({"tokens": [1] * (limits.MAX_TOKENS + 1)}).encode())

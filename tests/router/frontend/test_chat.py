@@ -68,8 +68,12 @@ AT_THE_BOUNDS = [
     chat(("assistant", "so"), continue_final_message=True),
 ]
 REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
-    (inference_pb2.Chat(), "messages", "1 to 1024"),
-    (chat(*[("user", "x")] * (limits.MAX_CHAT_MESSAGES + 1)), "messages", "1 to 1024"),
+    (inference_pb2.Chat(), "messages", f"1 to {limits.MAX_CHAT_MESSAGES}"),
+    (
+        chat(*[("user", "x")] * (limits.MAX_CHAT_MESSAGES + 1)),
+        "messages",
+        f"1 to {limits.MAX_CHAT_MESSAGES}",
+    ),
     (chat(("user", "x"), ("", "x")), "messages[1].role", "1 to 64"),
     (chat(("r" * 65, "x")), "messages[0].role", "1 to 64"),
     (chat(("user", "x" * (MAX_CHARACTERS + 1))), "", "1000001 characters"),
@@ -123,7 +127,11 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "messages[0].tool_calls",
         "maximum is 128",
     ),
-    (chat(tools=[tool(f"t{i}") for i in range(129)]), "tools", "maximum is 128"),
+    (
+        chat(tools=[tool(f"t{i}") for i in range(limits.MAX_TOOLS + 1)]),
+        "tools",
+        f"maximum is {limits.MAX_TOOLS}",
+    ),
     (chat(tools=[tool(), tool("")]), "tools[1].name", "1 to 128"),
     (chat(tools=[tool(TOOL_NAME + "f")]), "tools[0].name", "1 to 128"),
     (chat(tools=[tool('f"')]), "tools[0].name", "letters"),
