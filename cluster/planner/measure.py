@@ -129,6 +129,7 @@ class _Measurement:
             update={
                 "background": times.background,
                 "prefill_contention": times.prefill_contention,
+                "decode_contention": times.decode_contention,
                 "request_seconds": times.request_seconds,
                 "host_seconds": times.host_seconds,
                 "host_seconds_per_sequence": times.host_seconds_per_sequence,

@@ -100,8 +100,9 @@ def measure_command(
         typer.echo(describe_fit(worker))
         if worker.workers > 1:
             typer.echo(
-                f"contention: steps take {worker.contention:.2f} times as long, prompts beside the "
-                f"streams of a service {worker.prefill_contention:.2f} times"
+                f"contention: steps take {worker.contention:.2f} times as long; with a prefill "
+                f"worker, prompts take {worker.prefill_contention:.2f} times as long beside "
+                f"streams, and tokens {worker.decode_contention:.2f} times beside prompts"
             )
         typer.echo(
             f"service: steps take {worker.background:.2f} times as long, a request "

@@ -71,8 +71,10 @@ class WorkerProfile(BaseModel):
     ]
     # How much longer the steps take while the other workers compute as well.
     contention: float = Field(default=1.0, ge=1.0)
-    # How much longer a prompt takes in a prefill worker while the service's streams decode.
+    # How much longer a prompt takes in a prefill worker while the service's streams decode, and how
+    # much longer a token of these streams takes.
     prefill_contention: float = Field(default=1.0, ge=1.0)
+    decode_contention: float = Field(default=1.0, ge=1.0)
     # How much longer a step takes in a service, whose other processes use the cores as well.
     background: float = Field(default=1.0, ge=1.0)
     # Seconds of a request until its first token, besides its steps.
@@ -177,7 +179,7 @@ class Profile(BaseModel):
         costs = ServiceCosts(
             prefill=steps,
             decode=steps,
-            contention=worker.contention,
+            contention=max(worker.contention, worker.decode_contention if num_prefill else 1.0),
             prefill_contention=worker.prefill_contention,
             # The measured time has the router's work for the request and for its first token.
             request_seconds=max(

@@ -43,6 +43,7 @@ class ServiceTimes:
 
     background: float  # how much longer a step takes than in an engine alone
     prefill_contention: float  # how much longer still a prompt takes beside streams of others
+    decode_contention: float  # how much longer a token of such a stream takes
     request_seconds: float  # of a request until its first token, besides its steps
     host_seconds: float  # between two steps of a served stream
     host_seconds_per_sequence: float
@@ -95,13 +96,17 @@ class ServiceLoad:
             ]
             request_seconds, background = await self._prompts_alone(target, part)
             costs = self._costs.scaled(background)
-            contention = 1.0
+            host, host_each = host_time(costs, [each.sent for each in streams])
+            prefill_contention = decode_contention = 1.0
             if has_prefill:
-                contention = await self._prompts_beside(target, part, request_seconds, costs)
-        host, host_each = host_time(costs, [each.sent for each in streams])
+                alone = stream_seconds(costs, _STREAMS_BESIDE) + host + _STREAMS_BESIDE * host_each
+                prompts, beside = await self._prompts_beside(target, part, request_seconds, costs)
+                prefill_contention = max(prompts, 1.0)
+                decode_contention = max(median_tpot(beside) / alone, 1.0)
         return ServiceTimes(
             background=background,
-            prefill_contention=contention,
+            prefill_contention=prefill_contention,
+            decode_contention=decode_contention,
             request_seconds=request_seconds,
             host_seconds=host,
             host_seconds_per_sequence=host_each,
@@ -143,11 +148,12 @@ class ServiceLoad:
 
     async def _prompts_beside(
         self, target: StreamCompletion, seconds: float, request_seconds: float, costs: StepCosts
-    ) -> float:
-        """Returns how much longer prompts take while streams decode, at least 1.
+    ) -> tuple[float, list[RequestRecord]]:
+        """Returns how much longer prompts take while streams decode, and these streams.
 
         `costs`: of steps without streams. On CPUs the decode worker, the router and the client go
-        before the prefill worker, which gets what they leave of the cores.
+        before the prefill worker, which gets what they leave of the cores; and they move between
+        the cores, which delays the decode worker.
         """
         length = min(self._chunk_tokens, self._longest)
         alone = self._prompt_seconds(costs, length)
@@ -157,10 +163,9 @@ class ServiceLoad:
             while not (found and streams.done()):
                 ttft = await self._ttft(target, length, 1_000 + len(found))
                 found.append((ttft - request_seconds) / alone)
-            await streams
+            return statistics.median(found), await streams
         finally:
             streams.cancel()
-        return max(statistics.median(found), 1.0)
 
     async def _ttft(self, target: StreamCompletion, length: int, seed: int) -> float:
         """Sends one prompt, which is random by its seed; returns its TTFT in seconds."""
@@ -226,14 +231,23 @@ def host_time(costs: StepCosts, streams: Sequence[Sequence[RequestRecord]]) -> t
 
     `streams`: the requests of each of `_STREAMS`. Returns seconds, and seconds for each sequence.
     """
-    context = _PROMPT_TOKENS + _OUTPUT_TOKENS // 2
-    rest = []
-    for num_streams, sent in zip(_STREAMS, streams, strict=True):
-        seconds = statistics.median(each.tpot or 0.0 for each in sent)
-        work = StepWork(sequences=num_streams, context_tokens=num_streams * context)
-        rest.append(max(seconds - costs.seconds(work), 0.0))
+    rest = [
+        max(median_tpot(sent) - stream_seconds(costs, num_streams), 0.0)
+        for num_streams, sent in zip(_STREAMS, streams, strict=True)
+    ]
     each = max(rest[1] - rest[0], 0.0) / (_STREAMS[1] - _STREAMS[0])
     return max(rest[0] - each, 0.0), each
+
+
+def stream_seconds(costs: StepCosts, num_streams: int) -> float:
+    """Returns the mean seconds of a step that decodes streams of short prompts."""
+    context = _PROMPT_TOKENS + _OUTPUT_TOKENS // 2
+    return costs.seconds(StepWork(sequences=num_streams, context_tokens=num_streams * context))
+
+
+def median_tpot(sent: Sequence[RequestRecord]) -> float:
+    """Returns the median of the requests' seconds per token."""
+    return statistics.median(each.tpot or 0.0 for each in sent)
 
 
 def router_profile(loads: Sequence[RouterLoad]) -> RouterProfile:

@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.bench.metrics import RequestRecord
-from tandem.cluster.planner.service_load import RouterLoad, router_profile
+from tandem.cluster.planner.service_load import (
+    RouterLoad,
+    host_time,
+    router_profile,
+    stream_seconds,
+)
+from tandem.tests.profiles import PROFILED
 
 _REQUEST_SECONDS = 0.002
 _TOKEN_SECONDS = 0.0001
@@ -39,3 +45,17 @@ def test_time_that_an_idle_router_uses_counts_for_no_token(
     profile = router_profile(loads)
     assert profile.seconds_per_request == pytest.approx(_REQUEST_SECONDS, rel=1e-3)
     assert profile.seconds_per_token == pytest.approx(_TOKEN_SECONDS, rel=1e-3)
+
+
+def test_the_time_that_steps_do_not_explain_is_the_host_s() -> None:
+    host, host_each = 0.002, 0.0005
+
+    def sent(streams: int) -> list[RequestRecord]:
+        tpot = stream_seconds(PROFILED, streams) + host + streams * host_each
+        times = [1.0 + n * tpot for n in range(32)]
+        record = RequestRecord(
+            started=0.0, ended=times[-1], chunk_times=times, prompt_tokens=16, output_tokens=32
+        )
+        return [record] * 3
+
+    assert host_time(PROFILED, [sent(1), sent(8)]) == pytest.approx((host, host_each))
