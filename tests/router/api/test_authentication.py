@@ -134,12 +134,21 @@ async def test_a_stranger_is_refused_everywhere_over_http(
     assert service.source.requests == []
 
 
+async def silence() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+    """Sends nothing over a stream.
+
+    An asyncio client that writes to a stream that has just been refused overwrites the status with
+    INTERNAL (github.com/grpc/grpc/issues/36066), which no server can help without reading on.
+    """
+    await asyncio.get_running_loop().create_future()
+    yield reflection_pb2.ServerReflectionRequest()
+
+
 @pytest.mark.parametrize("given", [(), metadata("wrong"), (("authorization", "ada"),)])
 async def test_a_stranger_is_refused_everywhere_over_grpc(service: Service, given: Any) -> None:
     async with grpc.aio.insecure_channel(service.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         messages = inference_pb2
-        info = reflection_pb2.ServerReflectionRequest(list_services="")
         calls: list[Callable[[], Any]] = [
             lambda: stub.Generate(request(), metadata=given),
             lambda: stub.Tokenize(messages.TokenizeRequest(prompt={"text": "x"}), metadata=given),
@@ -147,12 +156,9 @@ async def test_a_stranger_is_refused_everywhere_over_grpc(service: Service, give
             lambda: stub.ListModels(messages.ListModelsRequest(), metadata=given),
             lambda: channel.unary_unary("/tandem.v1.Inference/Nothing", bytes)(b"", metadata=given),
             lambda: reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-                iter([info]), metadata=given
+                silence(), metadata=given
             ),
         ]
-        # One after the other: an asyncio client that writes to a stream that has just been refused
-        # overwrites the status with INTERNAL (github.com/grpc/grpc/issues/36066), which no server
-        # can help without reading on.
         codes = [await code_of(call()) for call in calls]
         assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
