@@ -150,11 +150,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "prompt.text",
         "maximum is 1000000",
     ),
-    ({"prompt": {"chat": {}}}, "prompt.chat.messages", "1 to 1024"),
+    ({"prompt": {"chat": {}}}, "prompt.chat.messages", f"1 to {limits.MAX_CHAT_MESSAGES}"),
     (
-        {"prompt": {"chat": {"messages": [{"role": "user"}] * 1_025}}},
+        {"prompt": {"chat": {"messages": [{"role": "user"}] * (limits.MAX_CHAT_MESSAGES + 1)}}},
         "prompt.chat.messages",
-        "1 to 1024",
+        f"1 to {limits.MAX_CHAT_MESSAGES}",
     ),
     (
         {"prompt": {"chat": {"messages": [{"content": "x"}]}}},

@@ -27,6 +27,7 @@ MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 JSON = {"content-type": "application/json"}
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": {"text": "hi"}, "stopping": {"max_tokens": 4}}
+TOO_MANY_MESSAGES = [{"role": "user", "content": "x"}] * (limits.MAX_CHAT_MESSAGES + 1)
 
 
 def message(**fields: Any) -> bytes:
@@ -52,7 +53,11 @@ GRPC_CASES: list[tuple[bytes, grpc.StatusCode, str]] = [
     (message(prompt={"text": "x" * 1_000_001}), INVALID, "prompt.text"),
     (message(prompt={"text": "x" * 10_000_000}), EXHAUSTED, "larger than max"),
     (message(prompt={"chat": {}}), INVALID, "prompt.chat.messages"),
-    (message(**messages(1_025, role="user")), INVALID, "prompt.chat.messages"),
+    (
+        message(**messages(limits.MAX_CHAT_MESSAGES + 1, role="user")),
+        INVALID,
+        "prompt.chat.messages",
+    ),
     (message(**messages(1, content="x")), INVALID, "prompt.chat.messages[0].role"),
     (message(**messages(1, role="r" * 65)), INVALID, "prompt.chat.messages[0].role"),
     (
@@ -227,7 +232,7 @@ TEXT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("suffix", "text", ("more",)),
 ]
 CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
-    ("messages", "list", ([], ["x"], [{"role": "user", "content": "x"}] * 1_025, None)),
+    ("messages", "list", ([], ["x"], TOO_MANY_MESSAGES, None)),
     ("max_completion_tokens", "whole", (-1, 0, 513)),
     ("logprobs", "flag", ()),
     ("top_logprobs", "whole", (-1, 5, limits.MAX_LOGPROBS + 1)),
@@ -265,7 +270,7 @@ MESSAGES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("top_k", "whole", (-2, 2**31)),
     ("stop_sequences", "text list", ("", ["x"] * 17, [1], ["a", ""])),
     ("system", "text list", ([{"type": "image"}], [1])),
-    ("messages", "list", ([], ["x"], [{"role": "user", "content": "x"}] * 1_025, None)),
+    ("messages", "list", ([], ["x"], TOO_MANY_MESSAGES, None)),
     (
         "tools",
         "list",
@@ -509,10 +514,10 @@ HTTP_CASES: list[Case] = [
     (RESPONSES, response(input="x" * 1_000_001), 400, "input", "maximum is 1000000"),
     (
         RESPONSES,
-        response(instructions="x", input=[{"role": "user", "content": "x"}] * 1_024),
+        response(instructions="x", input=TOO_MANY_MESSAGES[1:]),
         400,
         "input",
-        "1 to 1024",
+        f"1 to {limits.MAX_CHAT_MESSAGES}",
     ),
     (
         RESPONSES,
