@@ -90,11 +90,7 @@ class WorkerProfile(BaseModel):
     def costs(self) -> StepCosts:
         """Returns the costs of a step of a serving worker."""
         costs = self.fit().costs.scaled(self.background)
-        return replace(
-            costs,
-            fixed=costs.fixed + self.host_seconds,
-            each_sequence=costs.each_sequence + self.host_seconds_per_sequence,
-        )
+        return costs.with_host(self.host_seconds, self.host_seconds_per_sequence)
 
 
 @cache

@@ -99,7 +99,7 @@ class ServiceLoad:
             host, host_each = host_time(costs, [each.sent for each in streams])
             prefill_contention = decode_contention = 1.0
             if has_prefill:
-                alone = stream_seconds(costs, _STREAMS_BESIDE) + host + _STREAMS_BESIDE * host_each
+                alone = stream_seconds(costs.with_host(host, host_each), _STREAMS_BESIDE)
                 prompts, beside = await self._prompts_beside(target, part, request_seconds, costs)
                 prefill_contention = max(prompts, 1.0)
                 decode_contention = max(median_tpot(beside) / alone, 1.0)

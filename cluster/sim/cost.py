@@ -121,6 +121,14 @@ class StepCosts:
             if amount > _MARGIN * most
         ]
 
+    def with_host(self, seconds: float, each_sequence: float) -> "StepCosts":
+        """Returns the costs if the host takes this time besides each step."""
+        return replace(
+            self,
+            fixed=self.fixed + seconds,
+            each_sequence=self.each_sequence + each_sequence,
+        )
+
     def scaled(self, factor: float) -> "StepCosts":
         """Returns the costs of steps that take `factor` times as long."""
         terms = {name: factor * getattr(self, name) for name in _TERMS}

@@ -37,8 +37,7 @@ def test_a_request_alone_takes_its_measured_time_besides_its_steps(has_router: b
 
 def test_tokens_take_longer_beside_prompts_of_a_prefill_worker() -> None:
     profile = make_profile(2)
-    (worker,) = (each for each in profile.workers if each.workers == 2)
-    slowed = worker.model_copy(update={"contention": 1.1, "decode_contention": 1.3})
+    slowed = profile.worker(2).model_copy(update={"contention": 1.1, "decode_contention": 1.3})
     profile = profile.model_copy(update={"workers": (slowed,)})
     assert [profile.costs(*split).contention for split in ((1, 1), (0, 2))] == [1.3, 1.1]
 
