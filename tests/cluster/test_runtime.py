@@ -142,7 +142,7 @@ async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: P
     first = await start(config, folder, 1, application="a")
     assert first.http_address == f"{HOST}:{router.http_port}"
     for host in (HOST, "127.0.0.2"):
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=WAIT) as client:
             assert (
                 await client.get(f"http://{host}:{router.http_port}/version")
             ).status_code == 200
@@ -196,7 +196,9 @@ async def test_a_stream_is_kept_alive_as_configured(config: TandemConfig, folder
         router = await start(config, folder, 1)
         await router.update([worker.info() for worker in running.workers])
         body = {"model": "m", "prompt": [5, 6], "max_tokens": 2, "stream": True}
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as http:
             answer = await http.post("/v1/completions", json=body, timeout=WAIT)
         assert answer.text.startswith(": keep-alive\n\n")
         assert "data: [DONE]\n\n" in answer.text
@@ -216,7 +218,7 @@ async def test_any_host_name_will_do_where_a_key_is_needed(
     headers = {"Host": "models.example.com", "Authorization": f"Bearer {key}"}
     try:
         async with httpx.AsyncClient(
-            base_url=f"http://{router.http_address}", headers=headers
+            base_url=f"http://{router.http_address}", headers=headers, timeout=WAIT
         ) as client:
             assert (await client.get("/version")).status_code == (200 if needs_key else 403)
     finally:
@@ -231,7 +233,9 @@ async def test_every_server_of_a_router_needs_a_key_whose_hash_is_configured(
     router = await start(config.model_copy(update={"auth": auth}), folder, 1)
     assert router.watches == []
     try:
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as client:
             # Without a worker, /v1/models answers 503 to a caller with a key.
             for path, expected in (("/v1/models", 503), ("/console/data", 200)):
                 for key in keys:
@@ -258,7 +262,9 @@ async def test_a_configured_chat_template_is_that_of_the_service(
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }}{% endfor %}"
     router = await start(config.model_copy(update={"chat_template": template}), folder, 1)
     try:
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as client:
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
             tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
             answer = await client.post("/detokenize", json={"model": "m", "tokens": tokens})
@@ -275,7 +281,9 @@ async def test_embeddings_of_another_kind_are_refused_with_their_module(
     (folder / "modules.json").write_text(json.dumps(modules))
     router = await start(config, folder, 1)
     try:
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as client:
             answer = await client.post("/v1/embeddings", json={"input": "hi"})
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, "model")
@@ -292,7 +300,9 @@ async def test_an_image_is_refused_by_the_name_of_the_architecture(
     folder = make_router_folder(tmp_path, architectures=[architecture], text_config=text)
     router = await start(config, folder, 1)
     try:
-        async with httpx.AsyncClient(base_url=f"http://{router.http_address}") as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as client:
             body = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
             answer = await client.post("/v1/chat/completions", json=body)
             assert answer.json()["error"]["message"] == (

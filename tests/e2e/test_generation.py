@@ -292,7 +292,9 @@ async def test_a_request_for_more_states_than_a_worker_has_is_refused(tmp_path: 
                     with pytest.raises(InvalidArgument, match=problem):
                         await client.generate("dog", max_tokens=3, **fields)
                 assert len((await client.generate("dog", max_tokens=3, n=3)).choices) == 3
-            async with httpx.AsyncClient(base_url=f"http://{server.http_address}") as http:
+            async with httpx.AsyncClient(
+                base_url=f"http://{server.http_address}", timeout=WAIT
+            ) as http:
                 body = {"model": "tiny", "prompt": "dog", "max_tokens": 3, "n": 4}
                 answer = await http.post("/v1/completions", json=body)
                 assert answer.status_code == 400

@@ -21,7 +21,7 @@ from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.metrics_page import scrape, scrape_until
 from tandem.tests.prometheus import dashboard_expressions, prometheus, vllm_expressions
 from tandem.tests.service import expected_tokens, small_config, status, wait_until_idle
-from tandem.tests.waits import WAIT
+from tandem.tests.waits import START, WAIT
 from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 100
@@ -200,7 +200,7 @@ async def test_a_killed_serve_controller_takes_no_replica_with_it(
     killed = controller_pid()
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START
     while await asyncio.to_thread(controller_pid) in (None, killed):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
@@ -238,7 +238,7 @@ async def test_streams_begin_and_end_while_the_gcs_is_away(
             ]
     finally:
         gcs_server.resume()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START
     while not await asyncio.to_thread(has_recovered, service.config.name):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
@@ -352,7 +352,7 @@ async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_mo
         input="and?",
         max_output_tokens=4,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START
     while (
         len(now := routers(service)) != 2 or now.keys() == before.keys()
     ):  # Serve starts another in its place
@@ -378,7 +378,7 @@ async def begin_batch(client: openai.AsyncOpenAI) -> str:
 
 async def answers_of_batch(client: openai.AsyncOpenAI, batch_id: str) -> dict[str, str]:
     """Waits for the end of a batch; returns the text by the custom id of each line."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT
     while (batch := await client.batches.retrieve(batch_id)).status != "completed":
         assert time.monotonic() < deadline, batch
         await asyncio.sleep(0.05)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
-from tandem.tests.waits import WAIT
+from tandem.tests.waits import START, WAIT
 
 NUM_TOKENS = 60
 FEW_TOKENS = 20  # of answers that nothing disturbs
@@ -172,7 +172,7 @@ async def busy(status_url: str) -> None:
 
 async def back(status_url: str, before: set[str]) -> set[str]:
     """The workers' ids, once there are as many as before, all ready, not all the same."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START
     while True:
         ready = {worker["id"] for worker in workers(status_url) if worker["state"] == "ready"}
         if len(ready) == len(before) and ready != before:

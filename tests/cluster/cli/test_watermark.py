@@ -18,6 +18,7 @@ from tandem.router.client.client import AsyncClient, Client
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.watermark.key import read_watermark_key
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.waits import WAIT
 from tandem.tests.watermarks import RULES
 
 TEXT = "The river rises in the mountains and runs to the sea. " * 3
@@ -54,7 +55,7 @@ async def test_every_way_to_detect_gives_the_same(
             await asyncio.to_thread(invoke, "detect", "--json", *target, stdin=TEXT),
         ]
         url = f"http://{servers.http_address}/v1/watermark/detect"
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=WAIT) as http:
             for prompt in (TEXT, list(TEXT.encode())):
                 answer = await http.post(url, json={"model": "tiny", "prompt": prompt})
                 assert answer.status_code == 200

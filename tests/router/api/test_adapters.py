@@ -22,6 +22,7 @@ from tandem.router.request import LoraAdapter
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.waits import WAIT
 
 SQL = LoraAdapter(name="sql", folder="/adapters/sql", fingerprint=b"s" * 16)
 
@@ -58,7 +59,7 @@ async def service(model: ServedModel, admin: AdapterAdmin) -> AsyncIterator[Serv
 
 
 def http(service: Service, who: str = "ada") -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=f"http://{service.http}", headers=bearer(who))
+    return httpx.AsyncClient(base_url=f"http://{service.http}", headers=bearer(who), timeout=WAIT)
 
 
 async def test_the_model_field_chooses_and_the_list_shows(service: Service) -> None:

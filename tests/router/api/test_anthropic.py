@@ -408,7 +408,7 @@ async def test_a_key_in_its_own_header(model: ServedModel) -> None:
         async with anthropic.AsyncAnthropic(base_url=url, api_key=name, max_retries=0) as client:
             with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
                 await ask(client)
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=WAIT) as http:
         for path in (PATH, f"{PATH}/count_tokens", "/v1/chat/completions"):
             assert (await http.post(path, json={}, headers={"x-api-key": "bob"})).status_code == 401
         both = {"x-api-key": "ada", "authorization": "Bearer bob"}

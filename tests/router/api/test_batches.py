@@ -223,7 +223,7 @@ async def test_wrong_uploads(client: openai.AsyncOpenAI, address: str) -> None:
     with pytest.raises(openai.BadRequestError, match="must be batch"):
         await client.files.create(file=("a", b"x"), purpose="vision")
     async with httpx.AsyncClient(
-        base_url=f"http://{address}", headers={"Authorization": "Bearer one"}
+        base_url=f"http://{address}", headers={"Authorization": "Bearer one"}, timeout=WAIT
     ) as http:
         for content, kind, param in (
             (b"{}", "application/json", "Content-Type"),
@@ -269,7 +269,7 @@ async def test_lists_begin_after_a_known_entry_in_both_orders(
     ]
     foreign = await upload(other, ["x"])
     async with httpx.AsyncClient(
-        base_url=f"http://{address}/v1", headers={"Authorization": "Bearer one"}
+        base_url=f"http://{address}/v1", headers={"Authorization": "Bearer one"}, timeout=WAIT
     ) as http:
         for path, ids, query in (
             ("/files", files, "purpose=batch&"),
@@ -365,7 +365,7 @@ async def test_inputs_that_are_read_at_a_time_are_bounded(
 
 async def test_each_answer_has_the_id_of_its_request(address: str) -> None:
     async with httpx.AsyncClient(
-        base_url=f"http://{address}", headers={"Authorization": "Bearer one"}
+        base_url=f"http://{address}", headers={"Authorization": "Bearer one"}, timeout=WAIT
     ) as http:
         for path in ("/v1/files", "/v1/batches/x", "/v1/models", "/v1/models/x", "/health"):
             answer = await http.get(path, headers={"x-request-id": "mine"})
@@ -383,7 +383,7 @@ async def test_files_need_a_key_if_callers_cannot_be_told_apart(
 ) -> None:
     server = HttpServer(service, authenticator=Authenticator(share_anonymous_prefixes=False))
     address = await server.start("127.0.0.1:0")
-    async with httpx.AsyncClient(base_url=f"http://{address}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
         for path in ("/v1/files", "/v1/files/x", "/v1/batches", "/v1/batches/x"):
             assert (await http.get(path)).status_code == 403
         # The client gets the reason although the file is not read.

@@ -322,7 +322,7 @@ async def test_long_texts_are_cut_where_asked(
     for field in ({"truncate_prompt_tokens": -1}, {"truncate_prompt": True}):
         made = await client.embeddings.create(model="tiny", input=long, extra_body=field)
         assert made.usage.prompt_tokens == 2_047
-    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
         texts = {"text_1": "The sea. The sea.", "text_2": " A ship."}
         whole = (await http.post("/score", json=texts)).json()
         cut_answer = (await http.post("/score", json=texts | {"truncate_prompt_tokens": 5})).json()

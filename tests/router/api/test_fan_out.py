@@ -9,6 +9,7 @@ import pytest
 from tandem.proto.limits import MAX_ANSWER_SEQUENCES
 from tandem.tests.router.api.http_bodies import TEXT
 from tandem.tests.router.conftest import Service
+from tandem.tests.waits import WAIT
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from tandem.tests.router.conftest import Service
 async def test_a_body_that_asks_for_too_much_is_refused(
     service: Service, fields: dict[str, Any], field: str, stream: bool
 ) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
         tracemalloc.start()
         try:
             answer = await http.post(TEXT, json=fields | {"stream": stream})

@@ -23,7 +23,9 @@ async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:
 
 async def test_stop_lets_streams_end(model: ServedModel) -> None:
     server = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
-    async with httpx.AsyncClient(base_url=f"http://{await server.start('127.0.0.1:0')}") as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://{await server.start('127.0.0.1:0')}", timeout=WAIT
+    ) as http:
         async with http.stream("POST", TEXT, json=body(TEXT, stream=True)) as answer:
             stopping = asyncio.create_task(server.stop(WAIT))
             await answer.aread()
@@ -55,7 +57,7 @@ async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
     server = HttpServer(GenerationService([model], source))
     address = await server.start("127.0.0.1:0")
     async with (
-        httpx.AsyncClient() as http,
+        httpx.AsyncClient(timeout=WAIT) as http,
         http.stream("POST", f"http://{address}{TEXT}", json=stalled) as answer,
     ):
         await asyncio.wait_for(server.stop(0.1), WAIT)

@@ -388,7 +388,7 @@ async def test_models_are_listed_from_the_first_time_on_that_the_service_is_read
 ) -> None:
     """Some scripts wait for the list of models as others wait for /health."""
     servers = await ApiServers.start(GenerationService([model], FakeTokenSource()))
-    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
         for path in ("/v1/models", "/v1/models/", "/v1/models/tiny", "/v1/models/other"):
             answer = await http.get(path)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -558,7 +558,7 @@ async def test_events_leave_at_once(model: ServedModel) -> None:
     """Without TCP_NODELAY, the second small packet waits 40 ms for the ACK of the first."""
     server = HttpServer(GenerationService([model], FakeTokenSource()))
     address = await server.start("127.0.0.1:0")
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=WAIT) as http:
         await http.get(f"http://{address}/health")
         (connection,) = server._listener.server_state.connections
         transport = connection.transport

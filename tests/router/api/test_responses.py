@@ -7,7 +7,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tandem.proto import errors
+from tandem.proto import errors, limits
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
@@ -175,8 +175,8 @@ async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpen
 
 
 def crowd(name: str) -> dict[str, Any]:
-    """Returns a namespace of 70 tools."""
-    tools = [{"type": "function", "name": f"f{i}"} for i in range(70)]
+    """Returns a namespace with as many tools as a request may have."""
+    tools = [{"type": "function", "name": f"f{i}"} for i in range(limits.MAX_TOOLS)]
     return {"type": "namespace", "name": name, "tools": tools}
 
 
@@ -209,7 +209,7 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
         ({"tools": [{"type": "mcp"}], "tool_choice": {"type": "mcp"}}, "tool_choice", "offer a"),
         ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "has no tools"),
         ({"tool_choice": {"type": "custom", "name": "x"}}, "tool_choice", "demands a call"),
-        ({"tools": [crowd("a"), crowd("b")]}, "tools", "140 tools"),
+        ({"tools": [crowd("a"), crowd("b")]}, "tools", f"{2 * limits.MAX_TOOLS} tools"),
     ]
     for fields, param, text in wrong:
         with pytest.raises(openai.BadRequestError, match=text) as caught:
