@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -39,10 +40,13 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config() -> TandemConfig:
-    """A service with free ports, also the next ones."""
-    grpc, http, *_ = (
-        port for port in range(45_001, 46_000, 2) if is_free(port) and is_free(port + 1)
-    )
+    """A service with free ports, also the next ones.
+
+    Each process of tests has ports of its own, none of which the system gives to a connection.
+    """
+    first = 20_001 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = range(first, first + 100, 2)
+    grpc, http, *_ = (port for port in ports if is_free(port) and is_free(port + 1))
     return load_config(None, {"model": "m", "router.grpc_port": grpc, "router.http_port": http})
 
 
