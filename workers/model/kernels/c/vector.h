@@ -56,8 +56,9 @@ INLINE Floats pick(Ints where, Floats x, Floats y) {  // x where all bits are se
 }
 INLINE Floats larger(Floats x, Floats y) { return pick(x > y, x, y); }
 
-INLINE Floats decay_floats(Floats x) {  // decay(x) of each lane; the compiler vectorizes the loop
+INLINE Floats decay_floats(Floats x) {  // decay(x) of each lane
     Floats y;
+#pragma GCC unroll 1  // GCC 12 does not vectorize a loop that it has unrolled
     for (int i = 0; i < LANES; i++) y[i] = decay(x[i]);
     return y;
 }
