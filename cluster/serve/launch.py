@@ -51,6 +51,7 @@ _DEFAULT_STATUS_PORT: Final = 8000  # where KubeRay's probes ask Serve
 _FAILURE_CHECK_SECONDS: Final = 1.0
 _HEALTH_SECONDS: Final = 10.0
 _ANSWER_SECONDS: Final = 2.0
+_RESTART_SECONDS: Final = 20.0  # for Ray to start Serve's controller again, if that has died
 # Ray ends all processes, also this one, 60 s after its GCS server has ended.
 _ORPHAN_SECONDS: Final = 40.0
 _DELETE_CHECK_SECONDS: Final = 0.1
@@ -175,7 +176,7 @@ def start_service(
                     ray_processes=ray_processes,
                 )
         finally:
-            in_order = _stop_service(config, application)
+            in_order = _stop_service(config, application, ray_processes)
             if not in_order and not any(map(has_ended, ray_processes)):
                 log.warning("the service did not stop in order")
 
@@ -289,11 +290,14 @@ def _reason(status: ApplicationStatusOverview) -> str:
     return "the service did not start"
 
 
-def _stop_service(config: TandemConfig, application: str) -> bool:
+def _stop_service(
+    config: TandemConfig, application: str, ray_processes: Sequence[psutil.Process] = ()
+) -> bool:
     """Ends an application; with the service's last one, also the directory.
 
-    Takes at most the time of a graceful stop. An application that has been replaced is left to the
-    command that replaced it. Returns True if the application has ended.
+    Takes at most the time of a graceful stop and of a restart of Serve's controller. An application
+    that has been replaced is left to the command that replaced it. Returns True if the application
+    has ended.
     """
     answered = threading.Event()
     given_up = threading.Event()
@@ -301,7 +305,7 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
     def delete() -> None:
         replaced = is_replaced(config.name, application)
         answered.set()
-        if replaced:
+        if replaced or given_up.is_set():
             return
         begin_delete(application)
         while not given_up.is_set() and is_ending(config.name, application):
@@ -313,7 +317,20 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
     # ends. Running streams get their grace even if Ray does not answer.
     thread = threading.Thread(target=delete, name="tandem-stop", daemon=True)
     thread.start()
-    if answered.wait(min(max(_ANSWER_SECONDS, config.grace_seconds), _ORPHAN_SECONDS)):
+    grace = min(max(_ANSWER_SECONDS, config.grace_seconds), _ORPHAN_SECONDS)
+    late = min(_RESTART_SECONDS, _ORPHAN_SECONDS - grace)
+    if answered.wait(grace) or _wait_while_ray_runs(answered, late, ray_processes):
         thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + _END_SECONDS)
     given_up.set()
     return not thread.is_alive()
+
+
+def _wait_while_ray_runs(
+    answered: threading.Event, seconds: float, ray_processes: Sequence[psutil.Process]
+) -> bool:
+    """Waits for an answer of Serve, whose controller Ray starts again if it has died."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not any(map(has_ended, ray_processes)):
+        if answered.wait(_FAILURE_CHECK_SECONDS):
+            return True
+    return False

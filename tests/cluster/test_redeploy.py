@@ -146,6 +146,31 @@ def test_the_last_application_waits_for_others_that_end_and_closes_the_directory
     assert not statuses
 
 
+@pytest.mark.parametrize("ray_ends", [False, True])
+def test_a_controller_that_starts_again_is_waited_for_while_ray_runs(
+    monkeypatch: pytest.MonkeyPatch, ray_ends: bool
+) -> None:
+    waited = threading.Event()  # beyond the grace
+    restarted = threading.Event()
+
+    def has_ended(process: object) -> bool:
+        waited.set()
+        if not ray_ends:
+            restarted.set()
+        return ray_ends
+
+    monkeypatch.setattr(launch, "_ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "has_ended", has_ended)
+    monkeypatch.setattr(launch, "is_replaced", lambda *names: not restarted.wait(WAIT))
+    monkeypatch.setattr(launch, "is_ending", lambda *names: False)
+    monkeypatch.setattr(launch, "applications_of", lambda name: ["another"])
+    monkeypatch.setattr(launch, "begin_delete", lambda name: None)
+    config = load_config(None, {"model": "m", "grace_seconds": 0})
+    assert launch._stop_service(config, "a", [Mock()]) is not ray_ends
+    assert waited.is_set()
+    restarted.set()
+
+
 def test_another_model_or_a_ray_that_ends_is_refused() -> None:
     running = Continuity(
         identity=IDENTITY, resume_key=b"secret", layout=LAYOUT, ends_with_launcher=False
