@@ -291,7 +291,7 @@ def _reason(status: ApplicationStatusOverview) -> str:
 
 
 def _stop_service(
-    config: TandemConfig, application: str, ray_processes: Sequence[psutil.Process] = ()
+    config: TandemConfig, application: str, ray_processes: Sequence[psutil.Process]
 ) -> bool:
     """Ends an application; with the service's last one, also the directory.
 

@@ -138,10 +138,10 @@ def test_the_last_application_waits_for_others_that_end_and_closes_the_directory
     monkeypatch.setattr(launch, "_DELETE_CHECK_SECONDS", 0.0)
     config = load_config(None, {"model": "m", "name": "a"})
     statuses += [both, both, {"a": ending}, {"a": ending}, {}, {}]
-    assert launch._stop_service(config, "a.2")
+    assert launch._stop_service(config, "a.2", [])
     assert closed == ["a"]
     statuses += [both, {"a": running}, {"a": running}]
-    assert launch._stop_service(config, "a.2")
+    assert launch._stop_service(config, "a.2", [])
     assert closed == ["a"]
     assert not statuses
 

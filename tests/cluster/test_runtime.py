@@ -203,7 +203,7 @@ async def test_a_stream_is_kept_alive_as_configured(config: TandemConfig, folder
         async with httpx.AsyncClient(
             base_url=f"http://{router.http_address}", timeout=WAIT
         ) as http:
-            answer = await http.post("/v1/completions", json=body, timeout=WAIT)
+            answer = await http.post("/v1/completions", json=body)
         assert answer.text.startswith(": keep-alive\n\n")
         assert "data: [DONE]\n\n" in answer.text
         await router.stop(0)
