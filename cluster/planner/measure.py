@@ -38,7 +38,7 @@ from .profile import (
 )
 from .service_load import ServiceLoad, ServiceTimes
 
-_STEPS_SHARE: Final = 0.6  # of the time, for steps; the rest is for a service
+_STEPS_SHARE: Final = 0.5  # of the time, for steps; the rest is for a service
 _GRID_SHARE: Final = 0.85  # of the time for steps, for the grid; the rest is for contention
 _PROBE: Final = 4  # every fourth scenario tells the contention
 _SERVICE: Final = "tandem-plan-measure"

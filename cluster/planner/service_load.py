@@ -8,8 +8,8 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, field
+from itertools import count, cycle
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,9 +32,14 @@ _OUTPUT_TOKENS: Final = 32
 # Longer than prompts that a decode worker computes itself (`router.local_prefill_tokens`).
 _TRANSFER_TOKENS: Final = (128, 256, 1024)
 _TRANSFERS: Final = 3  # of each length
-_LEAST_PROMPTS: Final = 6  # prompts that tell the latency of a request
 _STREAMS_BESIDE: Final = 4  # streams beside which prompts are measured
-_PARTS: Final = 5 + len(_STREAMS)  # loads, and a pause, that share the time
+# Shares of the time. The loads without a share of their own divide the rest.
+_CONNECT_SHARE: Final = 0.03
+_IDLE_SHARE: Final = 0.07
+_SHORT_SHARE: Final = 0.05
+# The speed of a machine changes within seconds, so each load is sent in parts, in turns with the
+# others.
+_PASSES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,29 @@ class RouterLoad(NamedTuple):
     cpu_seconds: float
 
 
+class _Prompt(NamedTuple):
+    """Holds a prompt that was sent alone."""
+
+    length: int  # in tokens
+    ttft: float  # in seconds
+
+
+@dataclass(slots=True)
+class _Loads:
+    """Collects what the passes send."""
+
+    streams: dict[int, list[RouterLoad]] = field(
+        default_factory=lambda: {number: [] for number in _STREAMS}
+    )
+    """Of each number of concurrent streams."""
+
+    prompts: list[_Prompt] = field(default_factory=list)
+    prompts_beside: list[float] = field(default_factory=list)
+    """Seconds of TTFT of prompts beside streams, each as long as a chunk."""
+
+    streams_beside: list[RequestRecord] = field(default_factory=list)
+
+
 class ServiceLoad:
     """Sends the loads of a measurement to one service."""
 
@@ -78,31 +106,56 @@ class ServiceLoad:
         self._costs = costs
         self._chunk_tokens = chunk_tokens
         self._longest = context_tokens // 2  # of a prompt
+        self._chunk = min(chunk_tokens, self._longest)  # tokens of the longest timed prompt
         self._vocab_size = vocab_size
+        self._seeds = count(1)  # of timed prompts, each other than all before
 
     async def measure(self, seconds: float, *, has_prefill: bool) -> ServiceTimes:
         """Measures for about `seconds`. Raises Unavailable if a request fails.
 
         `has_prefill`: a prefill worker computes the prompts.
         """
-        part = seconds / _PARTS
+        rest = (1 - _CONNECT_SHARE - _IDLE_SHARE - _SHORT_SHARE) * seconds
+        part = rest / _PASSES / (len(_STREAMS) + 1 + has_prefill)
         async with open_target(ServerAddress(url=self._url), ignore_eos=True) as target:
-            await self._send(target, 1, 2, part)  # not measured: the processes connect
-            idle = await self._with_router(asyncio.sleep(part, []))
-            short = await self._with_router(self._send(target, max(_STREAMS), 1, part))
-            streams = [
-                await self._with_router(self._send(target, each, _OUTPUT_TOKENS, part))
-                for each in _STREAMS
-            ]
-            request_seconds, background = await self._prompts_alone(target, part)
-            costs = self._costs.scaled(background)
-            host, host_each = host_time(costs, [each.sent for each in streams])
-            prefill_contention = decode_contention = 1.0
-            if has_prefill:
-                alone = stream_seconds(costs.with_host(host, host_each), _STREAMS_BESIDE)
-                prompts, beside = await self._prompts_beside(target, part, request_seconds, costs)
-                prefill_contention = max(prompts, 1.0)
-                decode_contention = max(median_tpot(beside) / alone, 1.0)
+            # Not measured: the processes connect.
+            await self._send(target, 1, 2, _CONNECT_SHARE * seconds)
+            idle = await self._with_router(asyncio.sleep(_IDLE_SHARE * seconds, []))
+            short = await self._with_router(
+                self._send(target, max(_STREAMS), 1, _SHORT_SHARE * seconds)
+            )
+            found = _Loads()
+            for _ in range(_PASSES):
+                for number in _STREAMS:
+                    load = self._send(target, number, _OUTPUT_TOKENS, part)
+                    found.streams[number].append(await self._with_router(load))
+                await self._prompts_alone(target, part, found)
+                if has_prefill:
+                    await self._prompts_beside(target, part, found)
+        streams = [load for loads in found.streams.values() for load in loads]
+        router = router_profile([idle, short, *streams])
+        return self._fit(found, router, await self._transfers() if has_prefill else None)
+
+    def _fit(
+        self, found: _Loads, router: RouterProfile, transfer: TransferProfile | None
+    ) -> ServiceTimes:
+        """Returns the measurements of all passes."""
+        request_seconds, background = fit_requests(
+            [self._prompt_seconds(self._costs, each.length) for each in found.prompts],
+            [each.ttft for each in found.prompts],
+        )
+        costs = self._costs.scaled(background)
+        streams = [
+            [record for load in loads for record in load.sent] for loads in found.streams.values()
+        ]
+        host, host_each = host_time(costs, streams)
+        prefill_contention = decode_contention = 1.0
+        if found.prompts_beside:
+            ttft = statistics.median(found.prompts_beside)
+            prompt = self._prompt_seconds(costs, self._chunk)
+            prefill_contention = max((ttft - request_seconds) / prompt, 1.0)
+            token = stream_seconds(costs.with_host(host, host_each), _STREAMS_BESIDE)
+            decode_contention = max(median_tpot(found.streams_beside) / token, 1.0)
         return ServiceTimes(
             background=background,
             prefill_contention=prefill_contention,
@@ -110,8 +163,8 @@ class ServiceLoad:
             request_seconds=request_seconds,
             host_seconds=host,
             host_seconds_per_sequence=host_each,
-            router=router_profile([idle, short, *streams]),
-            transfer=await self._transfers() if has_prefill else None,
+            router=router,
+            transfer=transfer,
         )
 
     async def _send(
@@ -128,48 +181,38 @@ class ServiceLoad:
         sent = await load
         return RouterLoad(sent, time.monotonic() - started, self._cpu_seconds() - used)
 
-    async def _prompts_alone(self, target: StreamCompletion, seconds: float) -> tuple[float, float]:
-        """Sends prompts of some lengths, one after another, at least two of each."""
-        lengths = sorted(
-            {
-                min(each, self._longest)
-                for each in (_PROMPT_TOKENS, self._chunk_tokens // 4, self._chunk_tokens)
-            }
-        )
+    async def _prompts_alone(self, target: StreamCompletion, seconds: float, found: _Loads) -> None:
+        """Sends prompts of some lengths, one after another, at least one of each."""
+        lengths = sorted({min(_PROMPT_TOKENS, self._chunk), self._chunk // 4, self._chunk})
         end = time.monotonic() + seconds
-        predicted: list[float] = []
-        measured: list[float] = []
         for number, length in enumerate(cycle(lengths)):
-            if number >= _LEAST_PROMPTS and time.monotonic() >= end:
-                break
-            predicted.append(self._prompt_seconds(self._costs, length))
-            measured.append(await self._ttft(target, length, 1 + number))
-        return fit_requests(predicted, measured)
+            if number >= len(lengths) and time.monotonic() >= end:
+                return
+            ttft = await self._ttft(target, length)
+            found.prompts.append(_Prompt(length, ttft))
 
     async def _prompts_beside(
-        self, target: StreamCompletion, seconds: float, request_seconds: float, costs: StepCosts
-    ) -> tuple[float, list[RequestRecord]]:
-        """Returns how much longer prompts take while streams decode, and these streams.
+        self, target: StreamCompletion, seconds: float, found: _Loads
+    ) -> None:
+        """Sends prompts, one after another and at least one, while streams decode.
 
-        `costs`: of steps without streams. On CPUs the decode worker, the router and the client go
-        before the prefill worker, which gets what they leave of the cores; and they move between
-        the cores, which delays the decode worker.
+        On CPUs the decode worker, the router and the client go before the prefill worker, which
+        gets what they leave of the cores; and they move between the cores, which delays the decode
+        worker.
         """
-        length = min(self._chunk_tokens, self._longest)
-        alone = self._prompt_seconds(costs, length)
-        found: list[float] = []
         streams = asyncio.create_task(self._send(target, _STREAMS_BESIDE, _OUTPUT_TOKENS, seconds))
         try:
-            while not (found and streams.done()):
-                ttft = await self._ttft(target, length, 1_000 + len(found))
-                found.append((ttft - request_seconds) / alone)
-            return statistics.median(found), await streams
+            ttfts = [await self._ttft(target, self._chunk)]
+            while not streams.done():
+                ttfts.append(await self._ttft(target, self._chunk))
+            found.prompts_beside += ttfts
+            found.streams_beside += await streams
         finally:
             streams.cancel()
 
-    async def _ttft(self, target: StreamCompletion, length: int, seed: int) -> float:
-        """Sends one prompt, which is random by its seed; returns its TTFT in seconds."""
-        prompts = self._prompts(length, 1, count=1, seed=seed)
+    async def _ttft(self, target: StreamCompletion, length: int) -> float:
+        """Sends one prompt, which is no other one's prefix; returns its TTFT in seconds."""
+        prompts = self._prompts(length, 1, count=1, seed=next(self._seeds))
         one = LoadOptions(concurrency=1, num_prompts=1)
         (record,) = _completed(await send_load(target, prompts, one))
         return record.ttft
@@ -184,7 +227,7 @@ class ServiceLoad:
         async with AsyncClient(self._url) as client:
             for length in _TRANSFERS * _TRANSFER_TOKENS:
                 num_tokens = min(length, self._longest)
-                (prompt,) = self._prompts(num_tokens, 4, count=1, seed=len(found))
+                (prompt,) = self._prompts(num_tokens, 4, count=1, seed=next(self._seeds))
                 completion = await client.generate(
                     prompt.prompt, max_tokens=4, ignore_eos=True, temperature=0.0
                 )
