@@ -250,19 +250,6 @@ INLINE void update_rows(Columns *y, Row *state, const float *decays, float decay
     add_sums(y, sums);
 }
 
-INLINE Columns decay_columns(Columns x) {  // decay(x) of each column
-    Columns y;
-#pragma GCC unroll 1  // see decay_floats
-    for (int i = 0; i < COLUMNS; i++) y[i] = decay(x[i]);
-    return y;
-}
-INLINE Columns silu_columns(Columns x) {
-    Columns y;
-#pragma GCC unroll 1  // see decay_floats
-    for (int i = 0; i < COLUMNS; i++) y[i] = silu(x[i]);
-    return y;
-}
-
 // log(1 + e^x); the series of the inverse hyperbolic tangent gives log(1 + e) for e of 0 to 1.
 static inline float softplus(float x) {
     const float e = decay(x > 0 ? -x : x), s = e / (2 + e), t = s * s;
@@ -275,9 +262,14 @@ static inline float softplus(float x) {
     y = y * t + 1.f / 3;
     return (x > 0 ? x : 0) + 2 * s * (y * t + 1);
 }
-INLINE Columns softplus_columns(Columns x) {
-    Columns y;
-#pragma GCC unroll 1  // see decay_floats
-    for (int i = 0; i < COLUMNS; i++) y[i] = softplus(x[i]);
-    return y;
-}
+
+// Defines NAME_columns, which applies the function NAME to each column. decay_floats explains the pragma.
+#define EACH_COLUMN(function)                                                            \
+    INLINE Columns function##_columns(Columns x) {                                       \
+        Columns y;                                                                       \
+        _Pragma("GCC unroll 1") for (int i = 0; i < COLUMNS; i++) y[i] = function(x[i]); \
+        return y;                                                                        \
+    }
+EACH_COLUMN(decay)
+EACH_COLUMN(silu)
+EACH_COLUMN(softplus)
