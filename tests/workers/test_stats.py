@@ -288,6 +288,22 @@ async def test_an_idle_worker_makes_a_step_when_asked_after_its_health() -> None
     await worker.stop()
 
 
+async def test_a_worker_that_only_reads_its_metrics_is_idle() -> None:
+    figures = Figures()
+    settings = worker_config(canary_seconds=0.05)
+    worker = await Worker.serve(
+        fake_rank(), settings, worker_id="w", role="decode", metrics=figures
+    )
+    async with asyncio.timeout(WAIT):
+        while len(figures.observed[STEP_TOKENS]) < 2:
+            worker._thread.post(Engine.check_integrity)
+            worker.check_health()
+            await worker.report_metrics(with_integrity=False)
+            await asyncio.sleep(0.001)
+    await idle(worker)
+    await worker.stop()
+
+
 async def test_a_canary_without_a_place_waits_and_a_full_worker_is_healthy() -> None:
     """It is due until there is a place, however often the health is checked, and runs once then."""
     settings = worker_config(max_waiting=1, max_sequences=1, canary_seconds=0.0)

@@ -44,7 +44,13 @@ def test_progress_and_rest_begin_anew() -> None:
     assert stalled_after(progress, clock, looks=10) == 0
 
 
-def test_idle_time_counts_from_the_last_work() -> None:
+def test_idle_time_counts_from_the_last_step() -> None:
+    class NoLayers(Executor):
+        def launch(
+            self, plan: StepPlan, on_layers: OnLayers | None = None
+        ) -> Callable[[], Samples]:
+            return lambda: Samples(tokens=[])
+
     clock = Clock()
     progress = Watchdog(clock)
     clock.now += 5
@@ -52,9 +58,17 @@ def test_idle_time_counts_from_the_last_work() -> None:
     progress.mark()
     clock.now += 5
     assert progress.idle_seconds() == 0
+    progress.rest()  # after a command without a step
+    clock.now += 2
+    assert progress.idle_seconds() == 12
+    progress.mark()
+    collect = WatchedExecutor(NoLayers(), progress).launch(StepPlan(sequences=(), dropped=()))
+    clock.now += 3
+    collect()
     progress.rest()
     clock.now += 2
     assert progress.idle_seconds() == 2
+    assert list(progress.steps) == [(3.0, 0)]
 
 
 def test_a_pause_of_the_process_is_no_stall() -> None:

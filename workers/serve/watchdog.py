@@ -46,7 +46,7 @@ class Watchdog:
         self.steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS)
         self.clock = clock
         self._stamp = 0.0
-        self._rested = clock()  # when it last became idle
+        self._computed = clock()  # when the last step ended
         self._seen = 0.0  # the stamp at the last call of `stalled_seconds`
         self._looked = 0.0  # the time of that call
         self._stalled = 0.0
@@ -57,12 +57,20 @@ class Watchdog:
 
     def rest(self) -> None:
         """Records that the thread is idle."""
-        self._rested = self.clock()
         self._stamp = 0.0
 
+    def end_step(self, started: float, num_tokens: int) -> None:
+        """Records a step that has ended."""
+        self._computed = self.clock()
+        self.steps.append((self._computed - started, num_tokens))
+
     def idle_seconds(self) -> float:
-        """Returns the seconds since the thread became idle; 0 while it works."""
-        return 0.0 if self._stamp else self.clock() - self._rested
+        """Returns the seconds since the last step; 0 while the thread works.
+
+        Commands do not count: an idle worker gets some every few seconds, such as those that read
+        its metrics.
+        """
+        return 0.0 if self._stamp else self.clock() - self._computed
 
     def stalled_seconds(self) -> float:
         """Returns the seconds of work without progress.
@@ -102,7 +110,7 @@ class WatchedExecutor(DelegatingExecutor):
 
         def finish() -> Samples:
             samples = collect()
-            self._progress.steps.append((self._progress.clock() - started, plan.num_tokens))
+            self._progress.end_step(started, plan.num_tokens)
             return samples
 
         return finish
