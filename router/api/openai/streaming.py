@@ -130,7 +130,9 @@ class GenerationResponse(Response):
                     if message.HasField("usage"):
                         usages.append(message.usage)
                     event = await writer.chunk(prompt, message)
-                    if signer is not None:
+                    # Without an event, the id of the next one covers these tokens: OpenAI's package
+                    # fails on an id without data.
+                    if signer is not None and event:
                         event = with_id(event, signer.sign(timelines[prompt].cached_tokens))
                     yield event
             yield writer.end(usages)
