@@ -104,6 +104,8 @@ CALLED_NAME: Final = rf"[\w.:/-]{{1,{MAX_TOOL_NAME_CHARACTERS}}}"
 """The pattern of a tool's name in a call."""
 
 _SPACE: Final = r"\s{0,4}"  # bounded, so that much white space does not slow a pattern down
+# Reasoning begins the answer: further on, the tag is text, such as in an argument of a call.
+_FIRST_THINK: Final = rf"\A{_SPACE}<think>\n?"
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
 _MESSAGE: Final = rf"{_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>"
@@ -226,7 +228,7 @@ REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "qwen3": ChatFormat(
         signs=("<think>", "</think>"),
         markup=("<think>", "</think>"),
-        fields=_reasoning(r"<think>\n?", r"\n?</think>\n{0,2}"),
+        fields=_reasoning(_FIRST_THINK, r"\n?</think>\n{0,2}"),
     ),
     "openai_gptoss": ChatFormat(
         signs=("<|channel|>analysis",),
@@ -258,7 +260,7 @@ REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "deepseek_r1": ChatFormat(
         signs=(),
         markup=("<think>", "</think>"),
-        fields=_reasoning(r"<think>\n?(?:<think>\n?)?", r"\n?</think>\n{0,2}"),
+        fields=_reasoning(rf"{_FIRST_THINK}(?:<think>\n?)?", r"\n?</think>\n{0,2}"),
     ),
 }
 

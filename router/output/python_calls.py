@@ -62,12 +62,15 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
         argument = _ARGUMENT.fullmatch(each)
         if argument is None or argument[1] in arguments:
             raise ValueError
-        arguments[argument[1]] = _parsed(argument[2])
+        arguments[argument[1]] = read_literal(argument[2])
     return call[1], arguments
 
 
-def _parsed(text: str) -> object:
-    """Returns the value of a literal."""
+def read_literal(text: str) -> object:
+    """Returns the value of a literal of Python, or of `true`, `false` or `null`.
+
+    Raises ValueError, and RecursionError for values that are nested too deeply.
+    """
     # Python warns of an unknown escape and keeps its backslash, as here without a warning.
     text = _ESCAPE.sub(lambda each: each[0] if each[1] in _ESCAPED else f"\\{each[0]}", text)
     try:

@@ -6,18 +6,32 @@ A tag in an argument is text: an argument ends where another one or the end of t
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
+
+import regex
 
 from ...proto import inference_pb2
 from ..frontend.chat import parameters_schema
 from ..frontend.chat_formats import CALLED_NAME
 from ..frontend.json_schemas import resolved
+from .python_calls import read_literal
 
 _BEGIN: Final = re.compile(r"\s*<function=")
+_BARE: Final = regex.compile(rf"<function={CALLED_NAME}>\s{{0,64}}(?:<parameter=|</function>)")
 _CALL: Final = re.compile(rf"\s*<function=({CALLED_NAME})>(.*)</function>\s*", re.DOTALL)
 _BETWEEN: Final = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
 _ARGUMENT: Final = re.compile(r"<parameter=([^>]{1,64})>\n?(.*?)\n?", re.DOTALL)
 _MAX_SPACE: Final = 64  # characters after the closing tag of the function
+
+
+def find_bare_call(text: str) -> tuple[int, bool]:
+    """Returns where a call without its opening tag begins, or may begin, and True if it does.
+
+    Without one, returns the length of the text.
+    """
+    found = _BARE.search(text, partial=True)
+    return (len(text), False) if found is None else (found.start(), not found.partial)
 
 
 def begins_call(text: str, at: int) -> bool:
@@ -55,13 +69,17 @@ def _argument(text: str) -> tuple[str, str]:
 
 
 def _typed(text: str, schema: object, root: object) -> object:
-    """Returns an argument in the type of its schema; text unless the schema excludes text."""
+    """Returns an argument in the type of its schema; text unless the schema excludes text.
+
+    Models also write True, False and None: so the chat template writes the arguments of earlier
+    calls.
+    """
     if _may_be_text(schema, root, {}):
         return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    for read in (json.loads, read_literal):
+        with suppress(ValueError, RecursionError):
+            return read(text)
+    return text
 
 
 def _may_be_text(schema: object, root: object, known: dict[int, bool]) -> bool:

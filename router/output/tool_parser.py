@@ -2,7 +2,8 @@
 
 - Hermes (Qwen and others): any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
   among text.
-- Qwen3-Coder: the same, or `<tool_call><function=...>...</function></tool_call>`.
+- Qwen3-Coder: the same, or `<tool_call><function=...>...</function></tool_call>`. The model often
+  leaves out the opening tag.
 - Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, perhaps after
   `<|python_tag|>`. Several calls are separated by `;`.
 """
@@ -17,7 +18,7 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools, json_object
 from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
 from ..frontend.tokenizer import Tokenizer
-from .qwen_coder import begins_call, ends_call, read_call
+from .qwen_coder import begins_call, ends_call, find_bare_call, read_call
 
 _OPEN, _CLOSE = CALL_MARKUP
 _BETWEEN: Final = ";,"  # Llama models write these between two calls
@@ -85,6 +86,7 @@ class _HermesParser(ToolParser):
 
     def __init__(self) -> None:
         super().__init__()
+        self._added = 0  # characters of an opening tag that the model left out
         self._begin_call()
 
     def _begin_call(self) -> None:
@@ -105,17 +107,17 @@ class _HermesParser(ToolParser):
             call = self._read(self._held.removeprefix(_OPEN))
             if call:  # only its closing tag is missing
                 return "", [call]
+        self._held = self._held[self._added :]
         return super().finish()
 
     def _step(self, shown: list[str], calls: list[inference_pb2.ToolCall]) -> bool:
         """Takes one text or call from the held text; returns False if the rest has to wait."""
         if not self._held.startswith(_OPEN):
-            start = self._held.find(_OPEN)
-            end = start if start >= 0 else len(self._held) - _overlap(self._held, _OPEN)
-            shown.append(self._show(self._held[:end]))
-            self._held = self._held[end:]
+            start, begins = self._find_call()
+            shown.append(self._show(self._held[:start]))
+            self._held = self._held[start:]
             self._begin_call()
-            return start >= 0
+            return begins
         end = self._held.find(_CLOSE, self._from)
         if end < 0:
             self._from = max(len(_OPEN), len(self._held) - len(_CLOSE) + 1)
@@ -129,10 +131,18 @@ class _HermesParser(ToolParser):
             self._note_call()
             calls.append(call)
         else:
-            shown.append(self._show(self._held[:end]))
+            shown.append(self._show(self._held[self._added : end]))
         self._held = self._held[end:]
+        self._added = 0
         self._begin_call()
         return True
+
+    def _find_call(self) -> tuple[int, bool]:
+        """Returns where a call begins in the held text, or may begin, and True if it does."""
+        start = self._held.find(_OPEN)
+        if start >= 0:
+            return start, True
+        return len(self._held) - _overlap(self._held, _OPEN), False
 
     def _is_argument(self, end: int) -> bool:
         """Returns True if the closing tag at `end` is a part of an argument.
@@ -159,6 +169,16 @@ class _QwenCoderParser(_HermesParser):
     def __init__(self, chat: inference_pb2.Chat) -> None:
         super().__init__()
         self._tools = {tool.name: tool for tool in chat.tools}
+
+    def _find_call(self) -> tuple[int, bool]:
+        start, begins = super()._find_call()
+        bare, is_whole = find_bare_call(self._held)
+        if bare >= start:
+            return start, begins
+        if is_whole:
+            self._held = self._held[:bare] + _OPEN + self._held[bare:]
+            self._added = len(_OPEN)
+        return bare, is_whole
 
     def _is_argument(self, end: int) -> bool:
         if begins_call(self._held, len(_OPEN)):

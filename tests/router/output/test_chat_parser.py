@@ -63,6 +63,7 @@ Köln
 </parameter>
 </function>
 </tool_call>"""
+BARE = CODER.removeprefix("<tool_call>\n")
 LONGEST = "f" * 128
 Read = tuple[str, str, list[tuple[str, Any]]]
 """Text, reasoning, calls."""
@@ -184,6 +185,22 @@ CALLS: list[tuple[str, str, Read]] = [
         "<tool_call><function=now>5</function></tool_call>",
         ("<tool_call><function=now>5</function></tool_call>", "", []),
     ),
+    (  # without its opening tag
+        "qwen3_coder",
+        f"a\n{BARE}\n{BARE}b",
+        ("a\n\nb", "", [("weather", {"city": "Köln", "days": "3", "x": "</a>"})] * 2),
+    ),
+    ("qwen3_coder", "<function=now></function>", ("", "", [("now", {})])),  # without both tags
+    (
+        "qwen3_coder",
+        "Write <function=f> in <tool_call><function=now></function></tool_call>",
+        ("Write <function=f> in", "", [("now", {})]),
+    ),
+    (
+        "qwen3_coder",
+        "<function=now></function> is text",
+        ("<function=now></function> is text", "", []),
+    ),
     ("hermes", hermes("weather", CITY), ("", "", ONE)),
     ("llama3_json", llama("weather", CITY), ("", "", ONE)),
 ]
@@ -195,6 +212,9 @@ REASONED: list[
     (THINK, "<think>\nHm.\n\nSo.\n</think>\n\nHi.", False, "Hi.", "Hm.\n\nSo."),
     (THINK, "Hi <thing>.", False, "Hi <thing>.", ""),
     (THINK, "<think>\n\n</think>\n\nHi.", False, "Hi.", ""),
+    (THINK, "\n<think>Hm.</think>Hi.", False, "Hi.", "Hm."),
+    (THINK, "The tag <think> is text </think>.", False, "The tag <think> is text </think>.", ""),
+    (THINK, "<think>Hm.</think>Use <think>.", False, "Use <think>.", "Hm."),
     (THINK, "<think>cut off", False, "", "cut off"),
     (THINK, "<think>a < b </thin", False, "", "a < b </thin"),
     (THINK + SIGNS["hermes"], f"<think>Hm.</think>\n\n{hermes('now', '{}')}", True, "", "Hm."),
@@ -248,6 +268,16 @@ def test_reasoning_is_split_from_the_answer(
         found = read(parser(template, asked), pieces)
         assert found[:2] == (text, reasoning)
         assert bool(found[2]) is may_call
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json"])
+@pytest.mark.parametrize("thought", ["", "<think>Hm.</think>"])
+def test_a_tag_of_reasoning_in_an_argument_is_text(name: str, thought: str) -> None:
+    given = json.dumps({"city": "a <think>b</think> <think> c"})
+    answer = thought + (llama if name == "llama3_json" else hermes)("weather", given)
+    for pieces in ([answer], list(answer)):
+        found = read(parser(THINK + SIGNS[name], chat()), pieces)
+        assert found == ("", "Hm." if thought else "", [("weather", json.loads(given))])
 
 
 OPENINGS = (THINK, "[THINK]", "<|channel>thought", "<|START_THINKING|>")
@@ -463,12 +493,31 @@ def test_a_schema_with_many_references_is_read_once() -> None:
     assert coder_argument(parameters) == 3
 
 
-def coder_argument(parameters: dict[str, Any]) -> object:
-    """Returns the argument that the parser of Qwen3-Coder reads from the text `3`."""
+@pytest.mark.parametrize(
+    ("text", "schema", "expected"),
+    [
+        ("True", {"type": "boolean"}, True),
+        ("\nFalse\n", {"type": "boolean"}, False),
+        ("None", {"type": ["integer", "null"]}, None),
+        ("{'a': [1, True], 'b': null}", {"type": "object"}, {"a": [1, True], "b": None}),
+        ("True", {"type": "string"}, "True"),
+        ("exit()", {"type": "boolean"}, "exit()"),
+        ("[" * 2000, {"type": "array"}, "[" * 2000),
+    ],
+)
+def test_arguments_in_the_form_of_python(
+    text: str, schema: dict[str, Any], expected: object
+) -> None:
+    assert coder_argument({"properties": {"a": schema}}, text) == expected
+
+
+def coder_argument(parameters: dict[str, Any], text: str = "3") -> object:
+    """Returns the argument that the parser of Qwen3-Coder reads from a text."""
     tool = inference_pb2.Tool(name="f", parameters=json.dumps(parameters))
-    answer = "<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"
-    text, _, ((_, arguments),) = read(parser(SIGNS["qwen3_coder"], chat(tools=[tool])), [answer])
-    assert not text
+    answer = f"<tool_call><function=f><parameter=a>{text}</parameter></function></tool_call>"
+    outside, _, calls = read(parser(SIGNS["qwen3_coder"], chat(tools=[tool])), [answer])
+    assert not outside
+    ((_, arguments),) = calls
     return arguments["a"]
 
 
