@@ -6,6 +6,7 @@ response does not change what a later one continues.
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -94,7 +95,8 @@ async def answer_responses(
     request = await PARSING.run(turn, size, _translate, parsed, request_id, earlier)
     keep = None
     if parsed.store is not False:
-        items = earlier + await PARSING.run(turn, size, _named_items, parsed, request_id)
+        named = await PARSING.run(turn, size, _named_items, parsed, request_id, earlier)
+        items = earlier + named
         keep = Keeper(storage=service.storage, tenant=tenant, items=items).keep
     form = streaming_form(partial(ResponsesWriter, keep=keep), error_response)
     response = GenerationResponse(service, request, context, form)
@@ -225,8 +227,15 @@ def _conversation(stored: StoredResponse, field: str) -> list[dict[str, Any]]:
     return items
 
 
-def _named_items(body: ResponsesFields, request_id: str) -> list[dict[str, Any]]:
-    """Returns the items of the input that have an effect, each with an id."""
+def _named_items(
+    body: ResponsesFields, request_id: str, earlier: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns the items of the input that have an effect, each with an id of its own.
+
+    An item that the conversation has already, such as one that is referred to, gets another id:
+    the id tells where the next page of items begins.
+    """
+    taken = {each["id"] for each in earlier}
     if isinstance(body.input, str):
         items: list[dict[str, Any]] = [
             {
@@ -242,7 +251,9 @@ def _named_items(body: ResponsesFields, request_id: str) -> list[dict[str, Any]]
             if not isinstance(item, LeftOutItem)
         ]
     for i, item in enumerate(items):
-        item.setdefault("id", f"item_{request_id}_{i}")
+        if not item.get("id") or item["id"] in taken:
+            item["id"] = f"item_{request_id}_{i}"
+        taken.add(item["id"])
         if item["type"] == "message" and isinstance(item["content"], str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"
             item["content"] = [{"type": kind, "text": item["content"]}]

@@ -1,5 +1,6 @@
 """Tests stored responses with the official `openai` package."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+from tandem.tests.waits import WAIT
 
 
 @pytest.fixture(scope="session")
@@ -87,6 +89,23 @@ async def test_a_stored_response_is_retrieved(
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     refused = await http.get(f"/v1/responses/{streamed.id}?stream=true")
     assert refused.json()["error"]["param"] == "stream"
+
+
+async def test_an_item_that_comes_again_is_listed_once_more(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    """Each page goes on after the one before, which needs an id of its own for each item."""
+    service.source.answer = [*b"hello", EOS_ID]
+    made = await client.responses.create(model="tiny", input="one")
+    again: Any = [{"type": "item_reference", "id": item.id} for item in made.output]
+    second = await client.responses.create(
+        model="tiny", input=[*again, *again], previous_response_id=made.id
+    )
+    listed = await client.responses.input_items.list(second.id, order="asc", limit=1)
+    async with asyncio.timeout(WAIT):
+        texts: list[Any] = [item.to_dict() async for item in listed]  # all pages
+    assert [item["content"][0]["text"] for item in texts] == ["one", "hello", "hello", "hello"]
+    assert len({item["id"] for item in texts}) == 4
 
 
 REASONING = {"type": "reasoning_text", "text": ""}
