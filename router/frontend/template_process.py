@@ -2,14 +2,19 @@
 
 Some templates expect a message's content as a list of parts, and silently leave out a plain text.
 Others refuse or leave out a system message after the first one, or two messages of a role in a row.
-So each template is first tried with such chats, and messages that it does not write are merged with
-their neighbours. Knows nothing of tokens.
+Others refuse calls as this service makes them: with long ids, several in a message, or beside both
+text and reasoning. So each template is first tried with such chats, and messages that it does not
+write are merged with their neighbours, or their calls written in another form. Knows nothing of
+tokens.
 """
 
 import json
+import re
 import resource
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, Final
 
 import psutil
@@ -28,11 +33,9 @@ _INPUT_ROLES: Final = ("user", "tool")
 _BETWEEN: Final = "\n\n"  # merged messages
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MARK: Final = "tandem-content-mark"  # no template writes this text by itself
-_CALL: Final = {
-    "id": "call00000",
-    "type": "function",
-    "function": {"name": "look", "arguments": {}},
-}
+_SHORT_ID: Final = re.compile(r"[a-zA-Z0-9]{9}")  # of a call, as Mistral's templates demand it
+_CALLED: Final = "call00000"
+_LONG_ID: Final = "call_0123456789abcdef01234567"  # as this service makes ids
 
 
 Message = dict[str, Any]
@@ -85,10 +88,119 @@ def _fitting(variables: Mapping[str, Any]) -> dict[str, Any]:
         return _shows(source, tokens, roles) or not _shows(source, tokens, ("user",))
 
     conversations = [
-        _in_form(source, tokens, arrange(messages, shows))
+        _in_form(source, tokens, arrange(_with_fitting_calls(source, tokens, messages), shows))
         for messages in variables["conversations"]
     ]
     return {**variables, "conversations": conversations}
+
+
+def _with_fitting_calls(
+    source: str, tokens: Tokens, messages: Sequence[Message]
+) -> Sequence[Message]:
+    """Returns the messages of a chat with calls in a form that a template writes."""
+    if any("tool_calls" in message for message in messages):
+        for change in _CALL_FORMS:
+            if _needs(source, tokens, change):
+                messages = change(messages)
+    return messages
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have ids of nine characters, the same for the same id."""
+
+    def short(long: str) -> str:
+        return long if _SHORT_ID.fullmatch(long) else sha256(long.encode()).hexdigest()[:9]
+
+    found = []
+    for message in messages:
+        changed = dict(message)
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = short(message["tool_call_id"])
+        if "tool_calls" in message:
+            calls = [call | {"id": short(call["id"])} for call in message["tool_calls"]]
+            changed["tool_calls"] = calls
+        found.append(changed)
+    return found
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages with at most one call; the results of a call follow it."""
+    found: list[Message] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        for number, call in enumerate(calls):
+            first = {"role": message["role"], "content": ""} if number else message
+            found.append(first | {"tool_calls": [call]})
+            found += [each for each in results if each.get("tool_call_id") == call["id"]]
+            results = [each for each in results if each.get("tool_call_id") != call["id"]]
+        found += results
+    return found
+
+
+def _with_text_in_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have no text beside reasoning; the text ends the reasoning."""
+    found = []
+    for message in messages:
+        if {"tool_calls", "thinking"} <= message.keys() and message["content"]:
+            thought = _BETWEEN.join((message["thinking"], message["content"]))
+            told = {"content": "", "thinking": thought, "reasoning_content": thought}
+            found.append(message | told)
+        else:
+            found.append(message)
+    return found
+
+
+def _calling(*ids: str, **fields: str) -> list[Message]:
+    """Returns a chat whose assistant calls tools with these ids, and the results."""
+    calls = [
+        {"id": each, "type": "function", "function": {"name": f"look{i}", "arguments": {}}}
+        for i, each in enumerate(ids)
+    ]
+    return [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": calls} | fields,
+        *(
+            {"role": "tool", "tool_call_id": each, "name": f"look{i}", "content": f"{_MARK}-{i};"}
+            for i, each in enumerate(ids)
+        ),
+    ]
+
+
+_CallForm = Callable[[Sequence[Message]], list[Message]]
+
+_CALL_FORMS: Final[Mapping[_CallForm, list[Message]]] = {
+    _with_short_ids: _calling(_LONG_ID),
+    _with_single_calls: _calling(_CALLED, "call00001"),
+    _with_text_in_reasoning: _calling(
+        _CALLED, content=f"{_MARK}-text;", thinking="x", reasoning_content="x"
+    ),
+}
+"""By change of a chat's calls: the chat that a template writes only after this change.
+
+Mistral's templates demand short ids, Llama's single calls, and gpt-oss's no text beside reasoning.
+"""
+
+
+@lru_cache(_MAX_TRIED)
+def _needs(source: str, tokens: Tokens, change: _CallForm) -> bool:
+    """Returns True if a template writes calls only after a change of their form."""
+    chat = _CALL_FORMS[change]
+    contents = [each["content"] for each in chat if _MARK in each["content"]]
+    names = [call["function"]["name"] for each in chat for call in each.get("tool_calls", ())]
+
+    def shows(messages: Sequence[Message]) -> bool:
+        text = _try(source, tokens, _in_form(source, tokens, messages))
+        return all(each in text for each in (*contents, *names))
+
+    return not shows(chat) and shows(change(chat))
 
 
 def arrange(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool]) -> list[Message]:
@@ -199,13 +311,13 @@ def _takes_parts(source: str, tokens: Tokens, role: str) -> bool:
         message: Message = {
             "role": role,
             "content": _MARK,
-            "tool_call_id": "call00000",
-            "name": "look",
+            "tool_call_id": _CALLED,
+            "name": "look0",
         }
         other: Message = {"role": "user", "content": "x"}
         if role != "user" and _takes_parts(source, tokens, "user"):
             other = _in_parts(other)
-        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        _, call, _ = _calling(_CALLED)
         tried = [_in_parts(message) if as_parts else message]
         conversation = {
             "user": tried,

@@ -267,6 +267,79 @@ def message(text: str) -> dict[str, Any]:
     return {"role": role, "content": "", "tool_calls": [call]}
 
 
+CALLING = (
+    "{% for m in messages %}[{{ m.role }}] {% if m.thinking %}({{ m.thinking }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}CHECK{{ c.function.name }}#{{ c.id }}{% endfor %}"
+    "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}|{% endfor %}"
+)
+REFUSED = "{{ raise_exception('not so') }}"
+SHORT_IDS = CALLING.replace("CHECK", f"{{% if c.id|length != 9 %}}{REFUSED}{{% endif %}}")
+SINGLE_CALLS = CALLING.replace(
+    "CHECK", f"{{% if m.tool_calls|length != 1 %}}{REFUSED}{{% endif %}}"
+)
+THOUGHT_ONLY = CALLING.replace(
+    "CHECK", f"{{% if m.content and m.thinking %}}{REFUSED}{{% endif %}}"
+)
+ANY_CALLS = CALLING.replace("CHECK", "")
+
+
+def called(*ids: str, **fields: str) -> list[dict[str, Any]]:
+    """Returns a chat with calls of these ids, and their results in the other order."""
+    calls = [
+        {"id": each, "type": "function", "function": {"name": f"f{i}", "arguments": {}}}
+        for i, each in enumerate(ids)
+    ]
+    return [
+        message("user:a"),
+        {"role": "assistant", "content": "b", "tool_calls": calls} | fields,
+        *({"role": "tool", "tool_call_id": each, "content": f"of {each}"} for each in ids[::-1]),
+        {"role": "tool", "tool_call_id": "other", "content": "c"},
+        message("user:d"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            ANY_CALLS,
+            "[user] a|[assistant] (t)bf0#i0f1#i1|[tool] of i1#i1|[tool] of i0#i0|[tool] c#other|"
+            "[user] d|",
+        ),
+        (
+            SINGLE_CALLS,
+            "[user] a|[assistant] (t)bf0#i0|[tool] of i0#i0|[assistant] f1#i1|[tool] of i1#i1|"
+            "[tool] c#other|[user] d|",
+        ),
+        *(
+            (
+                THOUGHT_ONLY + end,
+                "[user] a|[assistant] (t\n\nb)f0#i0f1#i1|[tool] of i1#i1|[tool] of i0#i0|"
+                f"[tool] c#other|[user] d|{end}",
+            )
+            for end in ("", ".")
+        ),
+    ],
+)
+def test_calls_are_written_in_the_form_that_a_template_takes(
+    renderer: ChildProcess, template: str, expected: str
+) -> None:
+    """A template that refuses the answer of its own model would end the conversation."""
+    given = called("i0", "i1", thinking="t", reasoning_content="t")
+    assert render(renderer, template, {"conversations": [given]}) == expected
+
+
+def test_ids_of_calls_are_as_short_as_a_template_demands(renderer: ChildProcess) -> None:
+    given = called("call_0123456789abcdef01234567", "toolu_1", "abcDEF123")
+    found = render(renderer, SHORT_IDS, {"conversations": [given]})
+    _, calls, *results, _, _, _ = found.split("|")
+    ids = [each[:9] for each in calls.split("#")[1:]]
+    assert [each.rpartition("#")[2] for each in results] == ids[::-1]
+    assert (len({*ids}), ids[2]) == (3, "abcDEF123")
+    assert all(each.isalnum() for each in ids)
+    assert render(renderer, SHORT_IDS, {"conversations": [given]}) == found
+
+
 def test_a_template_that_needs_variables_gets_the_messages_as_they_are(
     renderer: ChildProcess,
 ) -> None:
