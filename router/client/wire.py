@@ -92,8 +92,11 @@ class Retries:
         self._has_begun = True
 
     def _may_resume(self, error: errors.TandemError) -> bool:
-        is_lost = self._has_begun and isinstance(error, errors.Unavailable)
-        return is_lost and time.monotonic() - self._failing_since < _RESUME_SECONDS
+        # Overloaded: the other routers of a lost one may be full until it is replaced.
+        is_lost = isinstance(error, errors.Unavailable | errors.Overloaded)
+        return (
+            self._has_begun and is_lost and time.monotonic() - self._failing_since < _RESUME_SECONDS
+        )
 
 
 def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:

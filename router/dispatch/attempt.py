@@ -62,6 +62,11 @@ class Interruption:
     suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `worker`
     until: float = 0.0  # when the request fails
 
+    @property
+    def unable(self) -> str:
+        """Returns the message of a request that its workers cannot serve."""
+        return f"no worker can serve the request now: {self.message}"
+
 
 class Attempt:
     """Runs choices at one worker or at a pair of a prefill worker and a decode worker.

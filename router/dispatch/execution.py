@@ -419,6 +419,9 @@ class RequestExecution:
         self._poison_guard.look_elsewhere(self)
         until = self._clock() + self._park_seconds
         interruption.until = min(self._give_up.setdefault(choice, until) for choice in choices)
+        if cause is Cause.UNABLE and self._clock() > interruption.until:
+            # Workers that take longer to refuse than they are avoided would be asked for ever.
+            raise Unavailable(interruption.unable)
         for each in self._parked:
             each.choices -= choices  # their prefill worker is lost now too
         self._parked.append(interruption)
@@ -486,10 +489,7 @@ class RequestExecution:
         """Raises Unavailable or Overloaded if choices have waited too long for a worker."""
         is_candidate = self in self._poison_guard
         is_unable = parked.cause is Cause.UNABLE
-        message = self._registry.unavailable_message
-        if is_unable:
-            message = f"no worker can serve the request now: {parked.message}"
-        error = Unavailable(message)
+        error = Unavailable(parked.unable if is_unable else self._registry.unavailable_message)
         if not any(self._emitted) and not is_candidate:
             if parked.cause is Cause.FULL:
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere

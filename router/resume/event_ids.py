@@ -79,8 +79,13 @@ class EventIdSigner:
             self._add(number, progress.ids, progress.has_ended)
         self._marks |= {n: mark for n, mark in resumed.marks.items() if mark.num_tokens}
 
-    def take(self, number: int, ids: Sequence[int], has_ended: bool) -> bool:
+    def take(
+        self, number: int, ids: Sequence[int], has_ended: bool, *, is_late: bool = False
+    ) -> bool:
         """Adds the next ids of a choice; returns True if the client has them already.
+
+        `is_late`: the time of the answer has ended the choice. That may be before the place of the
+        client, whose tokens have to be computed again.
 
         Raises InternalError if an answer that is computed again differs from the client's.
         """
@@ -91,6 +96,9 @@ class EventIdSigner:
             return False
         if choice.num_tokens < mark.num_tokens and not has_ended:
             return True
+        if choice.num_tokens < mark.num_tokens and is_late:
+            self._marks[number] = replace(mark, has_ended=True)
+            return False
         del self._marks[number]
         if choice.mark != mark:
             raise InternalError(_OTHER_ANSWER)

@@ -269,6 +269,8 @@ def _judge(ended: EndedRequest) -> SloOutcome:
         return "refused"
     if not ended.is_complete or ended.facts.slo is None:
         return "failed"
+    if not ended.num_generated and "time" in ended.finish_reasons:  # max_time_ms ended the wait
+        return "failed"
     return ended.facts.slo.limits.judge(ended.timeline)
 
 

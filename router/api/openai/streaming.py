@@ -124,7 +124,10 @@ class GenerationResponse(Response):
                 async for prompt, message in messages:
                     has_ended = message.finish_reason != UNFINISHED
                     ids = message.token_ids
-                    if signer is not None and signer.take(message.choice, ids, has_ended):
+                    is_late = message.finish_reason == inference_pb2.FINISH_REASON_TIME
+                    if signer is not None and signer.take(
+                        message.choice, ids, has_ended, is_late=is_late
+                    ):
                         writer.continue_after([message])
                         continue
                     if message.HasField("usage"):

@@ -284,15 +284,17 @@ def test_a_stream_with_tokens_waits_for_a_router_to_be_replaced(
         Retries(max_retries=1, timeout=None, num_routers=1),
     )
     retries.reset()
-    for now in (200.0, 201.0, 215.0, 229.0):  # noqa: B007 - the clock reads it
-        assert retries.delay(gone) >= 1.0
+    full = errors.Overloaded("full", 1.0)  # of a router that is left
+    for now, error in ((200.0, gone), (201.0, full), (215.0, gone), (229.0, full)):  # noqa: B007 - the clock reads it
+        assert retries.delay(error) >= 1.0
     now = 230.0
-    with pytest.raises(errors.Unavailable):
-        retries.delay(gone)
+    for error in (gone, full):
+        with pytest.raises(type(error)):
+            retries.delay(error)
     retries.reset()
     assert retries.delay(gone) >= 1.0
-    with pytest.raises(errors.Overloaded):
-        retries.delay(errors.Overloaded("full", 1.0))
+    with pytest.raises(errors.InvalidArgument):
+        retries.delay(errors.InvalidArgument("bad", "prompt"))
     impatient = Retries(max_retries=0, timeout=None)
     impatient.reset()
     with pytest.raises(errors.Unavailable):

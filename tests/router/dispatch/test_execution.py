@@ -518,6 +518,21 @@ def test_a_request_that_no_worker_can_serve_is_told_why_at_once() -> None:
         list(execution.deltas())
 
 
+def test_a_request_that_workers_refuse_in_turn_ends() -> None:
+    """Each of them is asked again after the time in which it is avoided."""
+    clock = Clock()
+    pools = FakePools(random.Random(4), pairs=False, decode=("d1", "d2"))
+    execution, _ = start(pools, choices_request(1), clock=clock)
+    given_up = clock.now + PARK_SECONDS
+    while clock.now <= given_up:
+        fail_last(pools, UNABLE)
+        list(execution.deltas())
+        clock.now += AVOID_SECONDS
+    fail_last(pools, UNABLE)
+    with pytest.raises(Unavailable, match="no worker can serve the request now: because"):
+        list(execution.deltas())
+
+
 def test_a_stream_that_no_worker_can_continue_waits_for_one() -> None:
     clock = Clock()
     pools, caller = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(1)

@@ -130,13 +130,21 @@ def test_requests_of_an_slo_class_are_counted_by_outcome() -> None:
     requests.run(0, slo=loose, error=Overloaded("full"))
     requests.run(3, slo=loose, error=Cancelled("the client left"))
     requests.run(9, STOP)
+    requests.run(0, inference_pb2.FINISH_REASON_TIME, slo=tight)  # not even a first token
     counts = {
         (name, outcome): count
         for name, outcome in product(("400", "600"), OUTCOMES)
         if (count := requests.count(SLO_REQUESTS, name, outcome))
     }
     assert counts == dict.fromkeys(
-        [("400", "ttft"), ("600", "met"), ("600", "failed"), ("600", "refused")], 1
+        [
+            ("400", "ttft"),
+            ("400", "failed"),
+            ("600", "met"),
+            ("600", "failed"),
+            ("600", "refused"),
+        ],
+        1,
     )
     assert requests.count(SLO_TOKENS, "600", "met") == 5
     assert requests.count(SLO_TOKENS, "400", "ttft") == 6
