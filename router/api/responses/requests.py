@@ -1,7 +1,7 @@
 """Translates bodies of OpenAI's Responses API to the messages of tandem.v1."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,6 +53,52 @@ class _Place:
 
     path: str
     item: object
+
+
+class _Messages:
+    """Adds messages to a chat, and the fields of the body that they come from to `names`.
+
+    Reasoning, texts and calls in a row become one message of the assistant. Its texts are joined at
+    its end: a text that grows within the message would be copied for each item.
+    """
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self.chat = inference_pb2.Chat()
+        self.num_characters = 0  # of the last message's content
+        self._names = names
+        self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+
+    def add(self, path: str, **fields: Any) -> None:
+        """Adds a whole message, or begins one of the assistant."""
+        self.end()
+        self._names[f"prompt.chat.messages[{len(self.chat.messages)}]"] = path
+        self.chat.messages.add(**fields)
+        self.num_characters = len(fields.get("content", ""))
+
+    def end(self) -> None:
+        """Ends the last message."""
+        for name, texts in self._texts.items():
+            if texts:
+                setattr(self.chat.messages[-1], name, "".join(texts))
+                texts.clear()
+
+    def add_text(self, path: str, name: str, content: str, other_parts: Sequence[str]) -> None:
+        """Adds to the content or the reasoning of the assistant."""
+        self._assistant(path).other_parts.extend(other_parts)
+        self._texts[name].append(content)
+        if name == "content":
+            self.num_characters += len(content)
+
+    def add_call(self, path: str, call: inference_pb2.ToolCall) -> None:
+        """Adds a call of the assistant."""
+        self._assistant(path, is_call=True).tool_calls.append(call)
+
+    def _assistant(self, path: str, *, is_call: bool = False) -> inference_pb2.ChatMessage:
+        """Returns the assistant's message that an item belongs to, which may be a new one."""
+        last = self.chat.messages[-1] if self.chat.messages else None
+        if last is None or last.role != "assistant" or (last.tool_calls and not is_call):
+            self.add(path, role="assistant")
+        return self.chat.messages[-1]
 
 
 def translate_responses(
@@ -117,16 +163,13 @@ def _chat(
     marks: list[inference_pb2.CacheBreakpoint],
 ) -> inference_pb2.Chat:
     """Returns the chat; adds the fields of its messages and tools to `names`, and its `marks`."""
-    chat = inference_pb2.Chat()
-
-    def add(path: str, **fields: Any) -> None:
-        names[f"prompt.chat.messages[{len(chat.messages)}]"] = path
-        chat.messages.add(**fields)
-
+    messages = _Messages(names)
     if body.instructions:
-        add("instructions", role="system", content=body.instructions)
+        messages.add("instructions", role="system", content=body.instructions)
     for place in places:
-        marks += _add_item(chat, add, place, tools)
+        marks += _add_item(messages, place, tools)
+    messages.end()
+    chat = messages.chat
     if not chat.messages:
         raise InvalidArgument("has no message", "input")
     choice = body.tool_choice
@@ -148,47 +191,29 @@ def _chat(
 
 
 def _add_item(
-    chat: inference_pb2.Chat, add: Callable[..., None], place: _Place, tools: OfferedTools
+    messages: _Messages, place: _Place, tools: OfferedTools
 ) -> list[inference_pb2.CacheBreakpoint]:
-    """Adds an item and returns its marks for the prefix cache.
-
-    Reasoning, texts and calls in a row become one message of the assistant.
-    """
+    """Adds an item and returns its marks for the prefix cache."""
+    path = place.path
     match place.item:
         case ToolOutputItem() | LocalShellOutputItem() as output:
             call_id = output.call_id or output.id or ""
-            add(place.path, role="tool", tool_call_id=call_id, **_fields(output.output))
-            return _marks(output.output, chat)
+            messages.add(path, role="tool", tool_call_id=call_id, **_fields(output.output))
+            return _marks(output.output, messages)
         case MessageItem() as message if message.role != "assistant":
-            add(place.path, role=message.role, **_fields(message.content))
-            return _marks(message.content, chat)
+            messages.add(path, role=message.role, **_fields(message.content))
+            return _marks(message.content, messages)
         case MessageItem() as message:
-            last = _assistant(chat, add, place)
-            found = _fields(message.content, between="")
-            last.other_parts.extend(found["other_parts"])
-            last.content += found["content"]
-            return _marks(message.content, chat, between="")
+            messages.add_text(path, "content", **_fields(message.content, between=""))
+            return _marks(message.content, messages, between="")
         case ReasoningItem() as reasoning:
             encoded = decode_reasoning(reasoning.encrypted_content or "")
             found = _fields(reasoning.content or reasoning.summary or encoded, between="")
             if found["content"] or found["other_parts"]:
-                last = _assistant(chat, add, place)
-                last.other_parts.extend(found["other_parts"])
-                last.reasoning += found["content"]
+                messages.add_text(path, "reasoning", **found)
         case FunctionCallItem() | CustomCallItem() | LocalShellCallItem() as call:
-            last = _assistant(chat, add, place, is_call=True)
-            last.tool_calls.append(_call(call, place.path, tools))
+            messages.add_call(path, _call(call, path, tools))
     return []
-
-
-def _assistant(
-    chat: inference_pb2.Chat, add: Callable[..., None], place: _Place, *, is_call: bool = False
-) -> inference_pb2.ChatMessage:
-    """Returns the assistant's message that an item belongs to, which may be a new one."""
-    last = chat.messages[-1] if chat.messages else None
-    if last is None or last.role != "assistant" or (last.tool_calls and not is_call):
-        add(place.path, role="assistant")
-    return chat.messages[-1]
 
 
 def _call(
@@ -208,17 +233,17 @@ def _call(
 
 
 def _marks(
-    content: str | Sequence[Part], chat: inference_pb2.Chat, between: str = PART_BREAK
+    content: str | Sequence[Part], messages: _Messages, between: str = PART_BREAK
 ) -> list[inference_pb2.CacheBreakpoint]:
-    """Returns the marks in a content that was added to the end of the last message of a chat."""
+    """Returns the marks in a content that was added to the end of the last message."""
     if isinstance(content, str):
         return []
     found: list[inference_pb2.CacheBreakpoint] = []
-    end = len(chat.messages[-1].content)
+    end = messages.num_characters
     for part in reversed(content):
         if isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None:
             mark = inference_pb2.CacheBreakpoint(
-                num_messages=len(chat.messages) - 1,
+                num_messages=len(messages.chat.messages) - 1,
                 num_characters=end,
                 retention=part.prompt_cache_breakpoint.retention,
             )
