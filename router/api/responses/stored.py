@@ -6,7 +6,7 @@ response does not change what a later one continues.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -172,11 +172,18 @@ async def _resolve_references(
     if isinstance(body.input, str):
         return 0
     found: dict[str, dict[str, Any]] = {}
+    places: dict[str, int] = {}  # of the references, by the id of the item
     size = 0
     for i in reversed(range(len(body.input))):
         reference = body.input[i]
         if not isinstance(reference, ItemReference):
             continue
+        if reference.id in places:
+            raise InvalidArgument(
+                f"refers to the same item as input[{places[reference.id]}]; refer to it once",
+                f"input[{i}].id",
+            )
+        places[reference.id] = i
         if reference.id not in found:
             stored = await storage.find_response(tenant, _response_of(reference.id))
             size += 0 if stored is None else _size(stored)
@@ -194,8 +201,15 @@ async def _resolve_references(
             raise InvalidArgument(
                 "no item of this id is stored here; send the item itself", f"input[{i}].id"
             )
-        body.input[i] = _ITEM.validate_python(found[reference.id])
+    named = {i: found[item_id] for item_id, i in places.items()}
+    await PARSING.run(turn, size, _replace, body.input, named)
     return size
+
+
+def _replace(items: list[Any], by_place: Mapping[int, dict[str, Any]]) -> None:
+    """Puts stored items to their places in the input."""
+    for i, item in by_place.items():
+        items[i] = _ITEM.validate_python(item)
 
 
 def _response_of(item_id: str) -> str:

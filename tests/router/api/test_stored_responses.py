@@ -98,14 +98,15 @@ async def test_an_item_that_comes_again_is_listed_once_more(
     service.source.answer = [*b"hello", EOS_ID]
     made = await client.responses.create(model="tiny", input="one")
     again: Any = [{"type": "item_reference", "id": item.id} for item in made.output]
-    second = await client.responses.create(
-        model="tiny", input=[*again, *again], previous_response_id=made.id
-    )
+    second = await client.responses.create(model="tiny", input=again, previous_response_id=made.id)
     listed = await client.responses.input_items.list(second.id, order="asc", limit=1)
     async with asyncio.timeout(WAIT):
         texts: list[Any] = [item.to_dict() async for item in listed]  # all pages
-    assert [item["content"][0]["text"] for item in texts] == ["one", "hello", "hello", "hello"]
-    assert len({item["id"] for item in texts}) == 4
+    assert [item["content"][0]["text"] for item in texts] == ["one", "hello", "hello"]
+    assert len({item["id"] for item in texts}) == 3
+    with pytest.raises(openai.BadRequestError, match=r"the same item as input\[1\]") as caught:
+        await client.responses.create(model="tiny", input=[*again, *again])
+    assert caught.value.param == "input[0].id"
 
 
 REASONING = {"type": "reasoning_text", "text": ""}
