@@ -32,6 +32,19 @@ def host_of(address: str) -> str:
     return without_brackets(address.rpartition(":")[0])
 
 
+def network_of(host: str) -> str:
+    """Returns what one client can own: an IPv4 address, or the network of 64 bits of an IPv6 one."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), 64), strict=False))
+
+
 def open_socket(host: str) -> socket.socket:
     """Returns a TCP socket of the host's address family, which is IPv4 for names."""
     return socket.socket(_family(host))

@@ -53,7 +53,8 @@ class StrangerSweep:
         process = psutil.Process()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            if process.num_fds() > self._most:
+            # The sweep also forgets the connections of peers that have ended.
+            if process.num_fds() > self._most or len(self._known) > self._most:
                 await self._sweep()
 
     async def _sweep(self) -> None:

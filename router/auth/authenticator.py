@@ -11,10 +11,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_network
 from typing import Final
 from urllib.parse import unquote
 
+from ...proto.addresses import network_of
 from ...proto.errors import Unauthenticated
 from .keys import ApiKey, hash_key
 from .rate import Quota
@@ -149,14 +149,9 @@ class Authenticator:
 
 
 def _address(peer: str) -> str:
-    """Returns the address of a peer; for IPv6 its /64 network, which one host can own.
+    """Returns the address of a peer, or for IPv6 its network; see `network_of`.
 
     `peer`: `HOST:PORT`, or gRPC's `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`.
     """
     host = unquote(peer).rpartition(":")[0].removeprefix("ipv4:").removeprefix("ipv6:").strip("[]")
-    if ":" not in host:
-        return host
-    try:
-        return str(ip_network((host.partition("%")[0], 64), strict=False))
-    except ValueError:
-        return host
+    return network_of(host)

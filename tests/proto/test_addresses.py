@@ -8,6 +8,7 @@ from tandem.proto.addresses import (
     in_brackets,
     is_loopback,
     listen,
+    network_of,
     why_not_bound,
     without_brackets,
 )
@@ -32,6 +33,22 @@ def test_only_ipv6_addresses_get_brackets(host: str, written: str) -> None:
 def test_loopback() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "[fe80::1]", "a.example", "")))
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::7", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("no:address", "no:address"),
+        ("", ""),
+    ],
+)
+def test_a_client_can_own_a_network_of_64_bits(host: str, network: str) -> None:
+    assert network_of(host) == network
 
 
 @pytest.mark.io

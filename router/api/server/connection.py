@@ -24,6 +24,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from ....proto.addresses import network_of
 from ....proto.limits import (
     MAX_CONNECTIONS,
     MAX_CONNECTIONS_PER_ADDRESS,
@@ -64,7 +65,10 @@ class _State(enum.Enum):
 
 @dataclass(kw_only=True)
 class ConnectionBounds:
-    """Holds the bounds of a server, and the connections that they apply to."""
+    """Holds the bounds of a server, and the connections that they apply to.
+
+    An address stands for its network; see `network_of`.
+    """
 
     stall_seconds: float = STALL_SECONDS
     # From the start of the connection, or from the first byte; the TLS handshake has as long.
@@ -138,6 +142,7 @@ class HttpConnection(HttpToolsProtocol):
         self._bounds = bounds
         self._audit = audit
         self._address = ""
+        self._network = ""  # that the bounds count
         # The next part of a request that comes: HEAD, BODY, or IDLE if no request has begun.
         self._part = _State.HEAD
         self._timed: _State | None = None  # the state that the timer is for
@@ -164,11 +169,12 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
-        self._bounds.enter(self._address, self.abort)
+        self._network = network_of(self._address)
+        self._bounds.enter(self._network, self.abort)
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._bounds.leave(self._address, self.abort)
+        self._bounds.leave(self._network, self.abort)
         for timer in (self._timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -296,7 +302,7 @@ class HttpConnection(HttpToolsProtocol):
             self._timer = self._timer_of(state)
         self._timed = state
         self._is_idle = is_idle
-        self._bounds.set_idle(self._address, self.abort, is_idle)
+        self._bounds.set_idle(self._network, self.abort, is_idle)
 
     def _timer_of(self, state: _State) -> asyncio.TimerHandle | None:
         match state:

@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ....proto import inference_pb2
+from ....proto.addresses import network_of
 from ....proto.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -318,7 +319,7 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
 @contextmanager
 def _counted(calls: Counter[str], context: _Context, most: int) -> Iterator[None]:
     """Counts a call for its address until it ends. Raises Overloaded above `most` calls."""
-    address = _peer_address(context)
+    address = network_of(_peer_address(context))
     if calls[address] >= most:
         raise Overloaded(
             f"this address has {most} concurrent calls, the maximum "

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from ....proto.addresses import listen
+from ....proto.addresses import listen, network_of
 from .audit import AuditLog
 from .connection import ConnectionBounds, HttpConnection
 
@@ -203,7 +203,7 @@ class _TlsAcceptor:
                 except OSError as error:
                     await asyncio.sleep(_BUSY_SECONDS if error.errno in _BUSY else 0)
                 else:
-                    task = asyncio.create_task(self._shake_hands(accepted, address[0]))
+                    task = asyncio.create_task(self._shake_hands(accepted, network_of(address[0])))
                     self._handshakes.add(task)
                     task.add_done_callback(self._handshakes.discard)
 
