@@ -33,7 +33,7 @@ def host_of(address: str) -> str:
 
 
 def network_of(host: str) -> str:
-    """Returns what one client can own: an IPv4 address, or the network of 64 bits of an IPv6 one."""
+    """Returns what one client can own: an IPv4 address, or 64 bits of an IPv6 address."""
     if ":" not in host:
         return host
     try:
