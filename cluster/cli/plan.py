@@ -11,6 +11,7 @@ from typing import Annotated, Final, get_args
 import typer
 
 from ...proto.errors import InvalidArgument, TandemError
+from ...proto.limits import MAX_TOKENS
 from ...workers.engine.block_table import NUM_STATES
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig, read_fields
@@ -129,7 +130,7 @@ def memory_command(
     _check("--gpu-memory-utilization", gpu_memory_utilization, 0.01, 1)
     _check("--num-gpus", num_gpus, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
-    _check("--context-tokens", context_tokens, 2, 1_048_576)
+    _check("--context-tokens", context_tokens, 2, MAX_TOKENS)
     _check("--kv-cache-gb", kv_cache_gb, 0.001, 4096)
     _check("--state-slots", state_slots, NUM_STATES, 1_048_576)
     _check("--max-sequences", max_sequences, 1, 65_536)
