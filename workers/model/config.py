@@ -451,6 +451,10 @@ class Fields:
         own = {name: value for name, value in self._values.items() if value is not None}
         return Fields(self._file, values | own, self._prefix)
 
+    def with_values(self, values: dict[str, Any]) -> "Fields":
+        """Returns these fields, and `values` in place of theirs."""
+        return Fields(self._file, self._values | values, self._prefix)
+
     def replaced(self, values: dict[str, Any], name: str) -> "Fields":
         """Returns other values, whose errors name them as fields of the object `name`."""
         return Fields(self._file, values, f"{self._prefix}{name}.")
