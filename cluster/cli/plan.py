@@ -119,7 +119,8 @@ def memory_command(
     GPU converts them when it loads them, except weights that it multiplies in FP8 or in 4 bits.
     With --numerics exact these are converted too, except experts in FP8. Activations and CUDA
     graphs are not counted: a service on GPUs measures them when it starts, and its KV cache is
-    smaller by as much.
+    smaller by as much. The tables of rotary positions on CPUs are not counted either: for each
+    token of the context, two vectors of a head's size in --dtype.
     """
     check_choice("--dtype", dtype, ITEM_BYTES)
     if quantization is not None:
@@ -168,7 +169,7 @@ def memory_command(
             num_bytes=total,
             has_weights=gpu_memory_gb is not None,
             block_size=block_size,
-            context_tokens=context_tokens or config.max_position_embeddings,
+            context_tokens=config.context_tokens,
             state_slots=state_slots,
             max_sequences=settings.max_sequences(settings.decode),
         )
