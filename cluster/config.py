@@ -28,6 +28,7 @@ from ..proto.limits import (
     KEEPALIVE_SECONDS,
     MAX_CONNECTIONS,
     MAX_CONNECTIONS_PER_ADDRESS,
+    MAX_TOKENS,
     STALL_SECONDS,
 )
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
@@ -321,7 +322,7 @@ class TandemConfig(BaseModel):
     # auto: defaults of requests come from the model's generation_config.json.
     generation_config: Literal["auto", "none"] = "auto"
     context_tokens: int | None = Field(
-        default=None, ge=2, le=1_048_576
+        default=None, ge=2, le=MAX_TOKENS
     )  # None: the model's context
     prefix_caching: bool = True
     # With vLLM's names; auto finds the parser in the chat template.

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 import transformers
 
+from tandem.proto.limits import MAX_TOKENS
 from tandem.tests.source import ROOT
 from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
 from tandem.tests.tiny_multimodal import MULTIMODAL
@@ -51,6 +52,9 @@ row of a token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
 `context_tokens` to at most this number; longer contexts are refused.
 - Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \
 convolutions) compute it with Tandem's kernels. Every rank holds the whole state. On CPUs only.
+- A decoder without positions (Mamba, Mamba 2, Falcon-Mamba) names no context length. Its context \
+is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
+`context_tokens` to limit the length of answers.
 - Refused, with the reason in one line: states that a layer keeps in another way (RWKV, xLSTM, \
 RecurrentGemma), encoders, attention with a mask of the model (ALiBi).
 - [Quantised weights](quantization.md) of linear layers keep their form, and `--quantization` \
@@ -111,6 +115,7 @@ def head() -> str:
     )
     return _HEAD.format(
         version=transformers.__version__,
+        most=MAX_TOKENS,
         native=natives,
         multimodal=", ".join(f"`{kind}`" for kind in sorted(MULTIMODAL)),
     )

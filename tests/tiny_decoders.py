@@ -156,6 +156,7 @@ _STATEFUL: Final[dict[str, dict[str, Any]]] = {
         "num_mem_blocks": 1,
     },
 }
+_WITHOUT_CONTEXT: Final = ("falcon_mamba", "mamba", "mamba2")  # their config.json names none
 _EVERY: Final[dict[str, dict[str, Any]]] = {
     **{kind: {} for kind in _PLAIN},
     **dict.fromkeys(_WINDOWED, _ALTERNATING),
@@ -202,7 +203,10 @@ STATEFUL: Final = _STATEFUL.keys() & DECODERS.keys()
 
 def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     """Returns the config of a tiny model of a `model_type` of transformers."""
-    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(SIZES | DECODERS.get(kind, {}) | overrides))
+    sizes = SIZES | DECODERS.get(kind, {})
+    if kind in _WITHOUT_CONTEXT:
+        del sizes["max_position_embeddings"]
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(sizes | overrides))
     return config
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final, get_args
 import typer
 
 from ...proto.errors import InvalidArgument, TandemError
+from ...proto.limits import MAX_TOKENS
 from ...workers.engine.block_table import NUM_STATES
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig, read_fields
@@ -118,7 +119,8 @@ def memory_command(
     GPU converts them when it loads them, except weights that it multiplies in FP8 or in 4 bits.
     With --numerics exact these are converted too, except experts in FP8. Activations and CUDA
     graphs are not counted: a service on GPUs measures them when it starts, and its KV cache is
-    smaller by as much.
+    smaller by as much. The tables of rotary positions on CPUs are not counted either: for each
+    token of the context, two vectors of a head's size in --dtype.
     """
     check_choice("--dtype", dtype, ITEM_BYTES)
     if quantization is not None:
@@ -129,7 +131,7 @@ def memory_command(
     _check("--gpu-memory-utilization", gpu_memory_utilization, 0.01, 1)
     _check("--num-gpus", num_gpus, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
-    _check("--context-tokens", context_tokens, 2, 1_048_576)
+    _check("--context-tokens", context_tokens, 2, MAX_TOKENS)
     _check("--kv-cache-gb", kv_cache_gb, 0.001, 4096)
     _check("--state-slots", state_slots, NUM_STATES, 1_048_576)
     _check("--max-sequences", max_sequences, 1, 65_536)
@@ -167,7 +169,7 @@ def memory_command(
             num_bytes=total,
             has_weights=gpu_memory_gb is not None,
             block_size=block_size,
-            context_tokens=context_tokens or config.max_position_embeddings,
+            context_tokens=config.context_tokens,
             state_slots=state_slots,
             max_sequences=settings.max_sequences(settings.decode),
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Final, get_args
 import typer
 
 from ...proto.errors import InvalidArgument
+from ...proto.limits import MAX_TOKENS
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ..cli.options import check_choice
 from ..config import KvCacheDtype, Quantization, load_config
@@ -37,7 +38,7 @@ def measure_command(
     context_tokens: Annotated[
         int,
         typer.Option(
-            help="Tokens of the longest sequence to measure.", min=LEAST_CONTEXT, max=1_048_576
+            help="Tokens of the longest sequence to measure.", min=LEAST_CONTEXT, max=MAX_TOKENS
         ),
     ] = DEFAULT_CONTEXT,
     tp: Annotated[int, typer.Option(help="Ranks of each worker.", min=1, max=64)] = 1,

@@ -108,9 +108,13 @@ def _checkpoint_name(layer: str, sizes: Mapping[str, tuple[int, int]]) -> str:
     """Returns the name that a layer of an adapter has in the model's checkpoint.
 
     Checkpoints of Nemotron-H call the decoder backbone; transformers and peft call it model. An
-    adapter may also have the names of the multimodal model of which the text model is served.
+    adapter that was trained on a decoder without a head, for embeddings, has names without this
+    first part. An adapter may also have the names of the multimodal model of which the text model
+    is served.
     """
-    names = (layer, f"backbone.{layer.removeprefix('model.')}", plain_name(layer))
+    bare = f"model.{layer}"
+    decoder = f"backbone.{layer.removeprefix('model.')}"
+    names = (layer, bare, decoder, plain_name(layer), plain_name(bare))
     return next((name for name in names if name in sizes), layer)
 
 

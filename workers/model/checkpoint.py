@@ -83,7 +83,9 @@ class Checkpoint:
         4 KiB of each tensor.
         """
         described = asdict(self.config)
+        # They change no keys and no values of the KV cache.
         del described["eos_token_ids"]
+        del described["served_tokens"]
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for name, stored in sorted(self.tensors.items()):
             digest.update(f"{name} {stored.dtype} {stored.shape} ".encode())

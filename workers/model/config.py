@@ -141,7 +141,7 @@ class ModelConfig:
     intermediate_size: int
     layers: tuple[LayerGeometry, ...]
     ropes: tuple[RopeConfig | None, ...]  # of each layer; None: no position embedding
-    max_position_embeddings: int  # tokens of the longest sequence
+    max_position_embeddings: int  # the context length that config.json names
     norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -170,6 +170,13 @@ class ModelConfig:
     # The architecture of the multimodal model whose text model this is; empty for other models.
     text_model_of: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    # The context length of the service; None: the model's.
+    served_tokens: int | None = None
+
+    @property
+    def context_tokens(self) -> int:
+        """Returns the number of tokens of the longest sequence."""
+        return self.served_tokens or self.max_position_embeddings
 
     @property
     def is_rounded(self) -> bool:
@@ -450,6 +457,10 @@ class Fields:
         """Returns these fields, and `values` in place of those that are missing."""
         own = {name: value for name, value in self._values.items() if value is not None}
         return Fields(self._file, values | own, self._prefix)
+
+    def with_values(self, values: dict[str, Any]) -> "Fields":
+        """Returns these fields, and `values` in place of theirs."""
+        return Fields(self._file, self._values | values, self._prefix)
 
     def replaced(self, values: dict[str, Any], name: str) -> "Fields":
         """Returns other values, whose errors name them as fields of the object `name`."""

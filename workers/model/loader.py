@@ -118,7 +118,7 @@ def open_checkpoint(
         config = with_quantization(config, quantization)
     if context_tokens is not None:
         config = with_context(config, context_tokens)
-    check_dense(config, context_tokens or config.max_position_embeddings)
+    check_dense(config, config.context_tokens)
     config, stored = _with_stored_head(config, stored)
     is_linear_only = bool(config.transformers and config.quantization)
     reason = _NOT_A_LINEAR if is_linear_only else _OTHER_QUANTIZATION

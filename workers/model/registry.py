@@ -320,9 +320,8 @@ def check_dense(config: ModelConfig, context_tokens: int) -> None:
 def with_context(config: ModelConfig, context_tokens: int) -> ModelConfig:
     """Returns the config for serving sequences of at most `context_tokens`.
 
-    As in vLLM, LongRoPE uses its short factors if `context_tokens` is within the original context.
-    Does not affect models that run through transformers' code. Raises InvalidArgument as
-    `check_context`.
+    As in vLLM, LongRoPE uses its short factors if `context_tokens` is within the original context;
+    models that run through transformers' code do not. Raises InvalidArgument as `check_context`.
     """
     check_context(config, context_tokens)
 
@@ -331,8 +330,7 @@ def with_context(config: ModelConfig, context_tokens: int) -> ModelConfig:
             return rope
         return replace(rope, factors=rope.short_factors)
 
-    longest = max(config.max_position_embeddings, context_tokens)
-    return replace(config, ropes=tuple(map(short, config.ropes)), max_position_embeddings=longest)
+    return replace(config, ropes=tuple(map(short, config.ropes)), served_tokens=context_tokens)
 
 
 def load_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:

@@ -264,7 +264,7 @@ class ModelRunner(Executor):
         size = self.kv.block_size
         capacity = self.kv.num_blocks * size
         # Positions beyond the context may have no embedding, and a GPU ends the process for them.
-        context = self.config.max_position_embeddings
+        context = self.config.context_tokens
         if not self.launches_ahead:
             num_tokens = min(size, 16, capacity, context)
             with_state = self._states is not None

@@ -599,7 +599,9 @@ def test_a_context_beyond_the_models_is_refused_or_as_far_as_the_scaling_goes(fo
         InvalidArgument, match=r"^context_tokens: 2049 is above the model's context of 2048 tokens"
     ):
         open_checkpoint(folder, context_tokens=2049)
-    assert open_checkpoint(folder, context_tokens=64).config.max_position_embeddings == 2048
+    whole, short = open_checkpoint(folder), open_checkpoint(folder, context_tokens=64)
+    assert (whole.config.context_tokens, short.config.context_tokens) == (2048, 64)
+    assert whole.fingerprint() == short.fingerprint()  # they may exchange KV cache
     yarn = {
         "rope_type": "yarn",
         "factor": 4.0,

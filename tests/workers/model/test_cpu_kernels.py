@@ -20,7 +20,7 @@ from tandem.workers.model.config import RopeConfig
 from tandem.workers.model.kernels.c import build, cpu, elementwise
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.layers.norm import RMSNorm
-from tandem.workers.model.layers.rotary import RotaryEmbedding, apply_rotary
+from tandem.workers.model.layers.rotary import CosSin, RotaryEmbedding, apply_rotary
 from tandem.workers.model.quant.integer import BITS, restore_weight, round_weight
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.sampling.gumbel import sample
@@ -150,6 +150,35 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     untouched = x.view(rows, 9, 64)[:, 7:].clone()
     assert (apply_rotary(heads, (cos, sin)).float() - expected).abs().max() <= tolerance
     assert torch.equal(x.view(rows, 9, 64)[:, 7:], untouched)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_table_of_positions_is_computed_in_parts(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It equals angles that are computed at once, which would take several times its bytes."""
+    config = RopeConfig(theta=1e6, attention_factor=1.1)
+
+    def embedding() -> RotaryEmbedding:
+        return RotaryEmbedding(
+            config, 64, max_positions=10_001, dtype=DTYPES[dtype], device=torch.device("cpu")
+        )
+
+    sizes: list[int] = []
+    compute = RotaryEmbedding._compute
+
+    def counting(self: RotaryEmbedding, positions: torch.Tensor) -> CosSin:
+        sizes.append(len(positions))
+        return compute(self, positions)
+
+    monkeypatch.setattr(RotaryEmbedding, "_compute", counting)
+    positions = torch.arange(10_001)
+    in_parts = embedding()(positions)
+    assert max(sizes) < sum(sizes) == 10_001
+    monkeypatch.setattr(cpu, "usable", lambda tensor: False)
+    at_once = embedding()(positions)
+    assert sizes[-1] == 10_001
+    assert all(torch.equal(*pair) for pair in zip(in_parts, at_once, strict=True))
 
 
 @pytest.fixture(params=["this processor's form", "widened"])

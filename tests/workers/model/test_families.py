@@ -30,6 +30,8 @@ from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.tests.workers.model.test_programs import step_logits
 from tandem.workers.model import registry
 from tandem.workers.model.kernels.c import cpu
+from tandem.workers.model.layers.rotary import RotaryEmbedding
+from tandem.workers.model.models import llama
 from tandem.workers.model.runner import ModelRunner
 
 TOLERANCE = 1e-4
@@ -333,6 +335,32 @@ def test_longrope_takes_the_short_factors_where_no_sequence_is_longer(
             driver.run(driver.step(1, ids, 0))
         found[context] = (logits[-1][0] - reference_logits(model, ids)[-1]).abs().max()
     assert found[64] <= TOLERANCE < found[65]
+
+
+def test_rotary_tables_have_the_positions_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may have a context of a million tokens, whose tables have 500 MB in every rank."""
+    made: list[int] = []
+
+    def make(*args: Any, max_positions: int, **options: Any) -> RotaryEmbedding:
+        made.append(max_positions)
+        return RotaryEmbedding(*args, max_positions=max_positions, **options)
+
+    monkeypatch.setattr(llama, "RotaryEmbedding", make)
+    folder = make_tiny_model(tmp_path)
+    ids = prompt(50)
+    whole, short = (Driver(load(folder, context_tokens=each)) for each in (None, 64))
+    assert made == [2048, 64]
+    assert short.generate(1, ids, 14) == whole.generate(1, ids, 14)
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "rope_theta": 10_000.0,
+    }
+    load(make_tiny_model(tmp_path / "yarn", rope_parameters=yarn), context_tokens=8192)
+    assert made[2:] == [8192]
 
 
 def test_a_base_of_rotation_that_is_left_out_is_that_of_transformers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tandem.proto.limits import MAX_TOKENS
 from tandem.tests.decoders_page import PAGE, head
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import DECODERS, STATEFUL, make_tiny_decoder
@@ -40,6 +41,7 @@ from tandem.workers.model.footprint import (
     kv_layout,
     sequence_memory,
 )
+from tandem.workers.model.generic.context import read_context_tokens
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.registry import parse_model_config
@@ -263,6 +265,30 @@ def test_a_window_that_only_a_mask_would_know_is_refused(tmp_path: Path) -> None
         tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=256
     )
     assert parse_model_config(read_fields(tmp_path)).transformers is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out", "expected"),
+    [
+        *((kind, "", MAX_TOKENS) for kind in ("falcon_mamba", "mamba", "mamba2")),
+        ("kimi_linear", "", 2048),  # as model_max_length
+        ("bailing_hybrid", "model_max_length", 262_144),
+        ("gpt2", "n_positions", 1024),
+        ("cohere", "max_position_embeddings", 8192),
+    ],
+)
+def test_routers_read_the_context_that_workers_read(
+    tmp_path: Path, kind: str, left_out: str, expected: int
+) -> None:
+    """Also if config.json leaves it out, or its decoder has no limit."""
+    if kind not in DECODERS:
+        pytest.skip(f"this release of transformers has no {kind}")
+    path = make_tiny_decoder(tmp_path, kind) / "config.json"
+    fields = json.loads(path.read_text())
+    fields.pop(left_out, None)
+    path.write_text(json.dumps(fields))
+    assert read_context_tokens(tmp_path) == expected
+    assert parse_model_config(read_fields(tmp_path)).max_position_embeddings == expected
 
 
 def write_config(folder: Path, kind: str, **overrides: Any) -> None:

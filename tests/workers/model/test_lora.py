@@ -132,23 +132,25 @@ def test_alone(
     driver.drop(1)
 
 
-@pytest.mark.parametrize("decoder", ["model.language_model", "language_model.model"])
-def test_an_adapter_may_have_the_names_of_a_multimodal_model(
+@pytest.mark.parametrize(
+    "decoder", ["model.language_model.", "language_model.model.", "", "language_model."]
+)
+def test_an_adapter_may_have_the_names_of_a_multimodal_model_or_of_one_without_a_head(
     model: Path,
     folders: dict[str, Path],
     decoder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As adapters of Gemma 3 and Qwen3.5 that were trained with images."""
+    """As adapters of Gemma 3 and Qwen3.5 that were trained with images, and of embedding models."""
     renamed = shutil.copytree(folders["eight"], tmp_path / "renamed")
     path = renamed / "adapter_model.safetensors"
     prefix = "base_model.model."
     stored = {
-        name.replace(f"{prefix}model.", f"{prefix}{decoder}."): each
+        name.replace(f"{prefix}model.", f"{prefix}{decoder}"): each
         for name, each in load_file(path).items()
     }
-    assert all(name.startswith(f"{prefix}{decoder}.layers.") for name in stored)
+    assert all(name.startswith(f"{prefix}{decoder}layers.") for name in stored)
     save_file(stored, path)
     found = []
     for folder in (folders["eight"], renamed):

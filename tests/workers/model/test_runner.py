@@ -214,11 +214,13 @@ def test_warmup_on_a_gpu_takes_the_largest_steps_and_every_kernel(
     small.warmup()  # no more than its memory holds
 
 
+@pytest.mark.parametrize(("of_model", "of_service"), [(24, None), (200, 24)])
 def test_warmup_on_a_gpu_stays_within_the_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, of_model: int, of_service: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A position that the model has not learned raises here; on a GPU it ends the process."""
-    runner = load(make_tiny_decoder(tmp_path, "gpt2", max_position_embeddings=24), num_blocks=200)
+    folder = make_tiny_decoder(tmp_path, "gpt2", max_position_embeddings=of_model)
+    runner = load(folder, num_blocks=200, context_tokens=of_service)
     launched = warmup_of_a_gpu(runner, StepLimits(num_tokens=64, num_rows=9), monkeypatch)
     assert {(plan.num_tokens, len(plan.sequences)) for plan in launched} == {
         (24, 1),

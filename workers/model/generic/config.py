@@ -19,11 +19,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from ....proto.limits import MAX_TOKENS
 from ..config import (
     CONTEXT_NAMES,
     CheckpointError,
     Fields,
     context_tokens,
+    text_fields,
 )
 
 INDEXED: Final = "indexed_attention"  # attention to the keys that an indexer chooses
@@ -109,9 +111,23 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def context_tokens_of(config: PreTrainedConfig, fields: Fields) -> int:
-    """Returns the context length of a decoder's config. Raises CheckpointError for its fields."""
-    found = (getattr(config, name, None) for name in CONTEXT_NAMES)
-    return context_tokens(fields, next((each for each in found if type(each) is int), None))
+    """Returns the context length of a decoder's config. Raises CheckpointError for its fields.
+
+    Mamba and other decoders without positions have none. Their context is the longest prompt that
+    a service accepts.
+    """
+    found = [getattr(config, name) for name in CONTEXT_NAMES if hasattr(config, name)]
+    default = next((each for each in found if type(each) is int), None if found else MAX_TOKENS)
+    return context_tokens(fields, default)
+
+
+def parsed_context_tokens(fields: Fields) -> int:
+    """Returns the context length by transformers' config of the fields.
+
+    Other fields than CONTEXT_NAMES may set it, or the default of the class. Raises CheckpointError
+    if transformers rejects a field.
+    """
+    return context_tokens_of(text_config(_parse(fields)), text_fields(fields))
 
 
 def text_model_fields(fields: Fields) -> Fields | None:

@@ -1,6 +1,7 @@
 """Computes rotary embeddings (arXiv 2104.09864) and their scalings, as transformers does."""
 
 import math
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -8,6 +9,8 @@ from torch.nn import functional
 from .. import kernels
 from ..config import RopeConfig
 from ..kernels.c import cpu
+
+_TABLE_ROWS: Final = 4_096  # rows of a table that are computed at once
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of each token's position, each [num_tokens, 1, head_dim]."""
@@ -71,7 +74,7 @@ class RotaryEmbedding:
         self._signed_scale = torch.cat((-scale, scale))
         self._dtype = dtype
         has_kernels = cpu.usable(self._frequencies.to(dtype))
-        self._table = self._compute(torch.arange(max_positions)) if has_kernels else None
+        self._table = self._make_table(max_positions) if has_kernels else None
 
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """Maps positions [num_tokens] to cosines and signed sines."""
@@ -80,6 +83,19 @@ class RotaryEmbedding:
         cos, sin = self._table
         positions = positions.int()
         return cpu.gather(cos, positions), cpu.gather(sin, positions)
+
+    def _make_table(self, num_positions: int) -> CosSin:
+        """Returns the cosines and signed sines of all positions, computed a few at a time.
+
+        The angles of all positions in float32 would take several times the bytes of the table.
+        """
+        size = (num_positions, 1, len(self._frequencies))
+        cos = torch.empty(size, dtype=self._dtype)
+        sin = torch.empty(size, dtype=self._dtype)
+        for begin in range(0, num_positions, _TABLE_ROWS):
+            rows = slice(begin, min(begin + _TABLE_ROWS, num_positions))
+            cos[rows], sin[rows] = self._compute(torch.arange(rows.start, rows.stop))
+        return cos, sin
 
     def _compute(self, positions: torch.Tensor) -> CosSin:
         angles = (positions.float()[:, None] * self._frequencies)[:, None]

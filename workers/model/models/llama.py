@@ -163,7 +163,7 @@ class LlamaForCausalLM(CausalLM):
         """Creates one rotary embedding per distinct head size and scaling."""
         config = self._config
         device = self.embed_tokens.weight.data.device
-        positions = config.max_position_embeddings
+        positions = config.context_tokens
         kinds = [
             (rope, layer.head_dim) for rope, layer in zip(config.ropes, config.layers, strict=True)
         ]

@@ -145,10 +145,9 @@ class NemotronHForCausalLM(LlamaForCausalLM):
 def parse_nemotron_h_config(fields: Fields) -> ModelConfig:
     kinds = _parse_kinds(fields)
     head_dim = fields.integer("attention_head_dim", 128)
-    # The number of layers is that of their kinds.
-    known = {"num_hidden_layers": len(kinds), "intermediate_size": 21_504, "head_dim": head_dim}
+    known = fields.with_defaults({"intermediate_size": 21_504, "head_dim": head_dim})
     config = parse_decoder_config(
-        fields.with_defaults(known),
+        _counted(known, len(kinds)),
         mlp_bias=fields.boolean("mlp_bias", False),
         rope=lambda index: None,
         norm_eps=("layer_norm_epsilon", 1e-5),
@@ -173,15 +172,22 @@ def _parse_kinds(fields: Fields) -> list[str]:
     """Returns the kind of each layer."""
     name = "layers_block_type" if fields.has("layers_block_type") else "layer_types"
     if fields.has(name):
-        count = {"num_hidden_layers": len(fields.texts(name))}
-        found = parse_layer_kinds(fields.with_defaults(count), _KINDS, name)
-        return [_KINDS[each] for each in found]
+        counted = _counted(fields, len(fields.texts(name)))
+        return [_KINDS[each] for each in parse_layer_kinds(counted, _KINDS, name)]
     pattern = fields.text("hybrid_override_pattern")
     if not pattern or not set(pattern) <= set(_PATTERN):
         raise fields.error(
             "hybrid_override_pattern", f"must consist of {' '.join(_PATTERN)}, is {pattern!r:.60}"
         )
     return [_PATTERN[each] for each in pattern]
+
+
+def _counted(fields: Fields, num_layers: int) -> Fields:
+    """Returns the fields with the number of the kinds of layers.
+
+    As in transformers, it takes precedence over num_hidden_layers.
+    """
+    return fields.with_values({"num_hidden_layers": num_layers})
 
 
 def _parse_experts(fields: Fields, kinds: list[str]) -> ExpertsConfig:

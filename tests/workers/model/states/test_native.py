@@ -251,6 +251,12 @@ def test_every_option_of_config_json_counts(
         ("granite_hybrid", (), {"layer_types": ["mamba", "attention", "mamba"]}),
         ("granite_hybrid", ("time_step_limit",), {"mamba_d_head": "auto"}),
         ("nemotron_h", ("layers_block_type", "layer_types"), {"hybrid_override_pattern": "M-*M"}),
+        ("nemotron_h", (), {"num_hidden_layers": 3}),  # the kinds of layers decide
+        (
+            "nemotron_h",
+            ("layers_block_type", "layer_types"),
+            {"hybrid_override_pattern": "M-*M", "num_hidden_layers": 5},
+        ),
         ("qwen3_5", ("layer_types",), {"full_attention_interval": 2}),
         ("qwen3_5", ("rope_parameters",), {"rope_theta": 10_000.0}),
     ],
