@@ -532,7 +532,9 @@ def load_config(
 def _put(tree: dict[str, Any], key: str, value: object) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:  # absent, or null as in `speculative: null`
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise InvalidArgument(f"{section}: must hold keys and values")
     tree[last] = value

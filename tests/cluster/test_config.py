@@ -39,6 +39,15 @@ decode: {kv_cache_gb: 0.5}
     assert (config.decode.block_size, config.decode.kv_cache_gb) == (16, 0.5)
 
 
+@pytest.mark.parametrize("text", ["speculative: null", "speculative:", "dtype: float32"])
+def test_a_section_that_is_null_in_the_file_takes_flags(tmp_path: Path, text: str) -> None:
+    flags = {"model": "m", "speculative.method": "ngram"}
+    found = load_config(write(tmp_path, text), flags).speculative
+    assert found is not None
+    assert found.method == "ngram"
+    assert load_config(write(tmp_path, text), {"model": "m"}).speculative is None
+
+
 @pytest.mark.parametrize(
     ("text", "transports"),
     [
