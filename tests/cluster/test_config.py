@@ -502,6 +502,20 @@ def test_what_is_given_as_the_model_names_it_too(
     )
 
 
+@pytest.mark.parametrize("model", [".", "./", "..", "../", "below/..", "../x/../"])
+def test_a_folder_that_is_given_without_its_name_is_served_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    below = tmp_path / "tiny" / "below"
+    (below / "below").mkdir(parents=True)
+    (below.parent / "x").mkdir()
+    monkeypatch.chdir(below)
+    folder = below.parent if model.startswith("..") else below
+    config = load_config(None, {"model": model})
+    monkeypatch.chdir(tmp_path)  # other processes of the service have other working folders
+    assert (config.model, config.served_names) == (str(folder), (folder.name,))
+
+
 def test_a_model_may_have_several_names() -> None:
     config = load_config(None, {"model": "org/m", "served_model_name": ["a", "org/m", "b"]})
     assert config.served_names == ("a", "org/m", "b")
