@@ -5,6 +5,7 @@ One file because operators look up every value of the configuration here.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -74,6 +75,11 @@ def _check_transport(name: str) -> str:
 
 def _listed(value: object) -> object:
     return (value,) if isinstance(value, str) else value
+
+
+def _with_a_name(model: str) -> str:
+    """Makes a path absolute that does not name its own folder, such as `.` and `../..`."""
+    return os.path.realpath(model) if PurePath(model).name in ("", "..") else model
 
 
 ServedNames = Annotated[
@@ -299,7 +305,7 @@ class TandemConfig(BaseModel):
     model_config = SECTION
 
     # A built-in model's name, a local folder, a GGUF file or a hub id.
-    model: str = Field(min_length=1, max_length=4096)
+    model: Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_with_a_name)]
     served_model_name: ServedNames | None = None  # answers have the first name
     name: Annotated[
         str,
@@ -533,7 +539,9 @@ def load_config(
 def _put(tree: dict[str, Any], key: str, value: object) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:  # absent, or null as in `speculative: null`
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise InvalidArgument(f"{section}: must hold keys and values")
     tree[last] = value

@@ -24,7 +24,7 @@ from ..proto import inference_pb2
 from ..proto.addresses import host_of, in_brackets
 from ..proto.errors import InvalidArgument, NotFound, PermissionDenied, Unauthenticated, Unavailable
 from ..router.client.routers import RouterStubs
-from ..router.client.wire import ClientTls, credentials, error_of, open_channel
+from ..router.client.wire import ClientTls, authorization, credentials, error_of, open_channel
 from .serve.status import in_order, service_of
 
 FIND_SECONDS: Final = 10.0
@@ -200,7 +200,7 @@ class _Finder:
 
     def __init__(self, api_key: str, context: ssl.SSLContext | None) -> None:
         self._uses_tls = context is not None
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = authorization(api_key)
         # No proxy: it might not reach the addresses of the service's nodes.
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if context is not None:

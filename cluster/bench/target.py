@@ -11,6 +11,7 @@ import aiohttp
 from ...proto.errors import TandemError, Unavailable
 from ...router.client.client import AsyncClient
 from ...router.client.types import Options
+from ...router.client.wire import authorization
 from .metrics import RequestFailed
 from .options import ServerAddress
 from .workload import BenchPrompt
@@ -38,8 +39,8 @@ async def open_target(
         ) as client:
             yield _stream_over_grpc(client, address.model, ignore_eos)
         return
+    headers = authorization(address.api_key)
     connector = aiohttp.TCPConnector(limit=0, ssl=address.tls.context())
-    headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
     timeout = aiohttp.ClientTimeout()
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers

@@ -12,7 +12,13 @@ import typer
 from ...proto.errors import InvalidArgument
 from ...router.api.batches.lines import BatchRequest
 from ...router.client.wire import ClientTls
-from ..local.batch import BatchCounts, BatchOutput, answer_requests, read_requests
+from ..local.batch import (
+    PATIENCE_SECONDS,
+    BatchCounts,
+    BatchOutput,
+    answer_requests,
+    read_requests,
+)
 from ..service_url import ServiceAccess
 from ..tables import progress_bar
 from . import options as o
@@ -79,7 +85,7 @@ def batch(
     ] = _CONCURRENCY,
     patience: Annotated[
         float, typer.Option(min=0, help="With --url: seconds to retry a request at a busy service.")
-    ] = 600.0,
+    ] = PATIENCE_SECONDS,
     api_key_file: o.ApiKeyFile = None,
     tls_ca: o.TlsCa = None,
     tls_certificate: o.TlsCertificate = None,

@@ -4,7 +4,6 @@ Requests have the options of proto/parameters.py, settings the options of cluste
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -15,7 +14,7 @@ import typer
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
-from ...router.client.wire import API_KEY_VARIABLE, ClientTls
+from ...router.client.wire import ClientTls, environment_api_key
 from ..service_url import ServiceAccess
 from ..settings import ALWAYS_ON, SETTINGS, Setting
 from ..text_files import read_text
@@ -228,7 +227,7 @@ def read_api_key(file: Path | None) -> str:
     Other users see a command's arguments, so no option has the key itself. Raises InvalidArgument.
     """
     if file is None:
-        return os.environ.get(API_KEY_VARIABLE, "")
+        return environment_api_key()
     return read_text(file, "--api-key-file").strip()
 
 

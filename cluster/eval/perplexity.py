@@ -145,10 +145,12 @@ def _pieces(text: str, most: int) -> list[str]:
 
 
 async def _context_tokens(client: ScoringClient, model: str) -> int:
-    for info in await client.list_models():
-        if model in ("", info.id):
-            return info.context_tokens
-    raise InvalidArgument("is not served here", "model")
+    """Returns the context of a model.
+
+    A name that is not listed may be a path of the first model; `tokenize` refuses any other.
+    """
+    models = await client.list_models()
+    return next((each for each in models if each.id == model), models[0]).context_tokens
 
 
 async def _score(client: ScoringClient, ids: Sequence[int], window: Window, model: str) -> float:

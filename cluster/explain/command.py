@@ -47,7 +47,8 @@ def explain_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"A model, named as for `tandem serve`; by default {_DEMO}, or the model of --url."
+            help=f"A model, named as for `tandem serve`; by default {_DEMO}. With --url the path "
+            "or the hub id of its model; not needed for a built-in one."
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
@@ -81,6 +82,7 @@ def explain_command(
         o.check_choice("--device", device, DEVICES)
     check_writable({"--html": html})
     options = o.given_options(context.params)
+    options.pop("model", None)  # the arithmetic's; a service may serve it by another name
     if options["max_tokens"] == 0:
         raise InvalidArgument("must be at least 1: each token is explained", "--max-tokens")
     with _open(service, model, dtype, device) as subject:
@@ -134,7 +136,7 @@ def _open_service(
             f"measured from here; one of {', '.join(DEVICES)}",
             "--device",
         )
-    name = model or str(service.status()[1]["model"])
+    name = model or _known_model(service)
     cost, limits = _arithmetic(name, dtype, device)
     with service.connect(Client) as client:
         yield Subject(
@@ -146,6 +148,21 @@ def _open_service(
             memory=dict,
             watts=lambda: _watts(service),
         )
+
+
+def _known_model(service: ServiceAccess) -> str:
+    """Returns the model of a service by its served name.
+
+    Raises InvalidArgument if that is neither a built-in name nor like a hub id: a folder of this
+    name may hold another model.
+    """
+    name = str(service.status()[1]["model"])
+    if name not in BUILT_IN and "/" not in name:
+        raise InvalidArgument(
+            f"must be the path or the hub id of the model that the service calls {name!r}",
+            "--model",
+        )
+    return name
 
 
 def _watts(service: ServiceAccess) -> dict[str, float]:

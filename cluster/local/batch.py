@@ -26,6 +26,9 @@ from ...router.json_lines import number_lines
 from ..eval.gather import map_concurrently
 from ..text_files import read_text
 
+PATIENCE_SECONDS: Final = 600.0
+"""The time for which a request is sent again to a busy service or engine."""
+
 _ID: Final = "batch_req_"
 _HEAD: Final = json.dumps({"id": _ID}).removesuffix('"}').encode()  # of each line of the output
 _AGAIN: Final = "; the answers so far are kept, and the same command continues from there"

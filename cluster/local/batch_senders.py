@@ -25,7 +25,7 @@ from ...router.api.openai.streaming import GenerationResponse
 from ...router.api.server.http_operations import POSTS
 from ...router.api.service import GenerationService, tandem_errors_only
 from ...router.auth.authenticator import Caller
-from ...router.client.wire import ClientTls
+from ...router.client.wire import ClientTls, authorization
 from ...router.frontend.prepare import RequestContext
 from .batch import BatchAnswer, SendRequest
 
@@ -67,7 +67,7 @@ async def service_sender(url: str, api_key: str, tls: ClientTls) -> AsyncIterato
     Raises InvalidArgument for certificates that cannot be read.
     """
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = authorization(api_key)
     connector = aiohttp.TCPConnector(limit=0, ssl=tls.context(), socket_factory=_open_socket)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers

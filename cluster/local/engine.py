@@ -162,7 +162,7 @@ class LocalEngine:
         Raises InvalidArgument, NotFound for another model's name, and InternalError after a failure
         of the engine.
         """
-        self._check_failed()
+        self.check_failed()
         return await self.service.accept(request, RequestContext(arrived=time.monotonic()))
 
     async def use_adapter(self, request: LoRARequest) -> str:
@@ -184,7 +184,7 @@ class LocalEngine:
 
         Raises InternalError after a failure of the engine.
         """
-        self._check_failed()  # otherwise the request would wait for another worker
+        self.check_failed()  # otherwise the request would wait for another worker
         try:
             with tandem_errors_only():
                 async with aclosing(self.service.run(request, timeline)) as messages:
@@ -224,7 +224,8 @@ class LocalEngine:
         """Returns the state of the worker, and the result of its integrity check."""
         return await self._worker.status()
 
-    def _check_failed(self) -> None:
+    def check_failed(self) -> None:
+        """Raises InternalError after a failure of the engine."""
         if self._worker.failed.is_set():
             raise InternalError(_FAILED)
 

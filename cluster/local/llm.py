@@ -34,7 +34,7 @@ from ..eval.gather import map_concurrently
 from ..eval.perplexity import measure_perplexity
 from ..settings import NULL, local_keys
 from ..tables import progress_bar
-from .batch import BatchCounts, BatchOutput, answer_requests
+from .batch import PATIENCE_SECONDS, BatchAnswer, BatchCounts, BatchOutput, answer_requests
 from .environment import SPINNING
 from .loop_thread import CLOSED, LoopThread
 from .lora import LoRARequest
@@ -214,17 +214,28 @@ class LLM:
     def answer_batch(
         self, requests: Sequence[BatchRequest], output: BatchOutput, *, progress: bool = True
     ) -> BatchCounts:
-        """Answers the requests of a batch that have no answer in `output`, as `tandem batch`."""
+        """Answers the requests of a batch that have no answer in `output`, as `tandem batch`.
+
+        Grammars are checked one after another, so the engine may refuse a request as busy. It is
+        then sent again, for at most PATIENCE_SECONDS.
+        """
         from .batch_senders import engine_sender
+
+        engine = self._engine
+        send = engine_sender(engine.service)
+
+        async def send_unless_failed(request: BatchRequest) -> BatchAnswer:
+            engine.check_failed()  # otherwise the request would be sent again for a long time
+            return await send(request)
 
         with progress_bar("requests", len(requests), shown=progress) as update:
             update(advance=len(output.answered))
             work = answer_requests(
                 requests,
                 output,
-                engine_sender(self._engine.service),
-                concurrency=_LOOK_AHEAD * self._engine.max_sequences,
-                patience_seconds=0.0,
+                send_unless_failed,
+                concurrency=_LOOK_AHEAD * engine.max_sequences,
+                patience_seconds=PATIENCE_SECONDS,
                 on_answer=lambda: update(advance=1),
             )
             return self._loop.run(work)

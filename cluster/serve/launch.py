@@ -156,15 +156,15 @@ def start_service(
             continuity = take_over(config, folder, running, local=local)
         application = following(config.name, running)
         status_url = f"{root_url}/{application}"
-        replacing = stack.enter_context(ExitStack())
-        if running is not None:
-            replacing.enter_context(announced(application))
+        announcement = stack.enter_context(ExitStack())
+        if not local:  # no other command finds a local Ray
+            announcement.enter_context(announced(application))
         try:
             # While one deployment replaces another, the status page of either may answer.
             with kept_identity(continuity.identity, status_url):
                 with in_one_line("the service did not start"):
                     grpc, http, ops = _deploy(config, folder, application, running, continuity)
-                replacing.close()
+                announcement.close()
                 yield Service(
                     config=config,
                     grpc_addresses=grpc,

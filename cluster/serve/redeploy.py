@@ -18,10 +18,12 @@ from typing import Any, Final
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatusOverview
 
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
 from ..config import TandemConfig
+from ..scaling.policy import DECODE_POOL
 from .directory import NAMESPACE
 from .identity_file import kept_salt, read_identity
 from .members import Continuity
@@ -46,53 +48,68 @@ def applications_of(service: str) -> list[str]:
 def running_application(service: str, seconds: float) -> str | None:
     """Returns the running application of a service, or None.
 
-    If a command has died while it replaced the service, first ends one of the two applications.
-    Raises Unavailable if a living command replaces the service, or if that end takes longer than
-    `seconds`.
+    If a command has died while it started or replaced the service, first ends the application that
+    is not needed. Raises Unavailable if a living command starts or replaces the service, or if that
+    end takes longer than `seconds`.
     """
-    names = applications_of(service)
-    if len(names) < 2:
+    found = serve.status().applications
+    names = in_order(service, found)
+    if not names or (len(names) == 1 and found[names[0]].status == "RUNNING"):
         return names[0] if names else None
     if _is_announced(names[-1]):
         raise Unavailable(
-            f"name: the service {service!r} is being replaced already: it has the applications "
-            f"{' and '.join(names)}; wait for the command that replaces it, or end that command"
+            f"name: another command starts or replaces the service {service!r} already, with "
+            f"{' and '.join(names)}; wait for it, or end it"
         )
-    _end_needless(service, seconds)
+    ended = _end_needless(service, seconds)
     left = applications_of(service)
-    if len(left) > 1:
+    if ended in left:
         raise Unavailable(
-            f"name: the service {service!r} still has the applications {' and '.join(left)}, but "
-            "no command replaces it any more; start the service again when one of them has ended"
+            f"name: {ended} of the service {service!r} has not ended yet, though no command starts "
+            "it any more; start the service again when it has ended"
         )
     return left[0] if left else None
 
 
-def _end_needless(service: str, seconds: float) -> None:
-    """Ends one of the service's two applications, which no command replaces any more.
+def _end_needless(service: str, seconds: float) -> str | None:
+    """Ends an application that no command starts or replaces any more; returns its name, or None.
 
-    This is the new one if it is not ready yet; otherwise the old one, which may be drained.
+    A lone application is ended only if its start has failed. Of two applications, this is the new
+    one if it is not ready yet; otherwise the old one, which may be drained.
     """
     found = serve.status().applications
     names = in_order(service, found)
-    if len(names) < 2:
-        return
+    if not names:
+        return None
     old, new = names[0], names[-1]
-    log.warning("the command that replaced %s by %s has ended too early", old, new)
-    if found[new].status == "RUNNING" or found[old].status == "DELETING":
+    if old == new and not _has_failed_to_start(found[new]):
+        return None
+    log.warning("the command that started %s has ended too early", new)
+    if old != new and (found[new].status == "RUNNING" or found[old].status == "DELETING"):
         retire(old, serve.get_app_handle(new), seconds)
-    else:
-        begin_delete(new)
-        _wait_until_gone(new, seconds)
+        return old
+    begin_delete(new)
+    _wait_until_gone(new, seconds)
+    return new
+
+
+def _has_failed_to_start(application: ApplicationStatusOverview) -> bool:
+    """Returns True if the start has failed and no decode worker runs.
+
+    A failed update of Serve's configuration may leave the earlier workers, which go on.
+    """
+    pool = application.deployments.get(DECODE_POOL)
+    states = set() if pool is None else set(pool.replica_states)
+    return application.status == "DEPLOY_FAILED" and states <= {"STARTING", "STOPPING"}
 
 
 class Replacement:
-    """Runs in an actor as long as the command that replaces a service. Has no methods."""
+    """Runs in an actor as long as the command that starts a service. Has no methods."""
 
 
 @contextmanager
 def announced(application: str) -> Iterator[None]:
-    """Tells other commands that this process replaces a service by `application`.
+    """Tells other commands that this process starts `application`.
 
     Ray ends the actor that tells it with this process, also if the process is killed. Raises
     Unavailable if another process has announced the application.
@@ -106,8 +123,10 @@ def announced(application: str) -> Iterator[None]:
         raise Unavailable(
             f"name: another command starts {application} already; wait for it, or end it"
         ) from None
-    yield
-    del handle  # with the last handle, Ray ends the actor
+    try:
+        yield
+    finally:
+        del handle  # with the last handle, Ray ends the actor
 
 
 def _is_announced(application: str) -> bool:

@@ -145,7 +145,7 @@ class RouterRuntime:
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, cache_secret or resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
-        browsers = _browser_rules(config, host)
+        browsers = _browser_rules(config, host, bind)
         monitor = _monitor(config, browsers, resume_key)
         admission = _admission(router, registry, monitor.metrics)
         dispatcher = Dispatcher(
@@ -343,10 +343,12 @@ def _monitor(config: TandemConfig, browsers: BrowserRules, secret: bytes) -> Rou
     )
 
 
-def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
+def _browser_rules(config: TandemConfig, host: str, bind: str) -> BrowserRules:
     # A page that has rebound its host name (DNS rebinding) has no key. If a key is required, any
     # host name is safe.
-    names = (ANY_HOST,) if config.auth.needs_key else (*own_names(host), *config.router.host_names)
+    names = (host, *own_names(bind), *config.router.host_names)
+    if config.auth.needs_key:
+        names = (ANY_HOST,)
     return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
 
 

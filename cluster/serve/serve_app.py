@@ -49,10 +49,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     `num_replicas` of the deployments Router, PrefillPool and DecodePool in Serve's configuration
     overrides the number of replicas. A change of it starts or stops replicas; a change of `args`
     replaces all of them. The application's `autoscaling_policy`, which Serve's configuration must
-    name, sizes pools with `autoscaling`. Raises InvalidArgument, NotFound or CheckpointError; Serve
+    name, sizes pools with `autoscaling`; then Ray ignores `num_replicas`, and `args` must have the
+    numbers of the other deployments. Raises InvalidArgument, NotFound or CheckpointError; Serve
     shows their text as the application's status.
     """
     config = load_config(None, args)
+    _check_numbers_are_given(config)
     if config.identity_file is None:
         raise InvalidArgument("missing; make one with `tandem key identity`", "identity_file")
     config = with_draft_folder(config)
@@ -64,6 +66,25 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         config.router.replicas or 1,
         first_continuity(config, folder),
     )
+
+
+def _check_numbers_are_given(config: TandemConfig) -> None:
+    """Raises InvalidArgument if a deployment beside an autoscaled pool has no `replicas`.
+
+    Ray ignores `num_replicas` then, so the default number could stop replicas that run.
+    """
+    if _reports_to(config) is None:
+        return
+    is_given = {"router": config.router.replicas is not None} | {
+        role: pool.autoscaling is not None or "replicas" in pool.model_fields_set
+        for role, pool in config.pools.items()
+    }
+    for section, given in is_given.items():
+        if not given:
+            raise InvalidArgument(
+                "missing; with autoscaling of a pool Ray ignores num_replicas of all deployments",
+                f"{section}.replicas",
+            )
 
 
 def _nodes(config: TandemConfig) -> list[NodeOffer]:

@@ -99,16 +99,30 @@ class Retries:
         )
 
 
+def environment_api_key() -> str:
+    """Returns the API key of the environment, or "".
+
+    The variable may end with a newline, as when Kubernetes makes it from a file.
+    """
+    return os.environ.get(API_KEY_VARIABLE, "").strip()
+
+
+def authorization(api_key: str) -> dict[str, str]:
+    """Returns the headers that carry the key; none without a key.
+
+    Raises InvalidArgument for a key that no header can hold. HTTP libraries would quote the key.
+    """
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise errors.InvalidArgument("must be printable ASCII", "api_key")
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
     """Returns the metadata of every call; None stands for the key of the environment, if any.
 
     Raises InvalidArgument for a key that no header can hold.
     """
-    if api_key is None:
-        api_key = os.environ.get(API_KEY_VARIABLE, "")
-    if not (api_key.isascii() and api_key.isprintable()):
-        raise errors.InvalidArgument("must be printable ASCII", "api_key")
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    return tuple(authorization(environment_api_key() if api_key is None else api_key).items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,9 @@ class GrammarValidator:
         Adds to a grammar the rules `arguments_0`, `arguments_1` etc. of checked `tools`.
         Checks of one tenant take turns, so a check of another tenant waits for one of them at most.
         Callers with the same `salt` share the cache. Raises InvalidArgument with a short reason,
-        which names `field` or the constraint's own field (`constraint.json_schema`), Overloaded if
-        the check takes too long, and Unavailable if the child process does not start.
+        which names `field` or the constraint's own field (`constraint.json_schema`), also if the
+        check itself takes too long. Raises Overloaded if it waits too long for other checks, and
+        Unavailable if the child process does not start.
         """
         kind = constraint.WhichOneof("kind")
         if kind is None:
@@ -99,24 +100,34 @@ class GrammarValidator:
             return self._cache[key]
         _check_size(constraint, field)
         turn = self._turns.setdefault(tenant, asyncio.Lock())
-        too_long = f"{field}: took more than {self._seconds:g} seconds to check"
-        grammar: str
+        wait = _MAX_WAITS * self._seconds
         try:
-            async with asyncio.timeout(_MAX_WAITS * self._seconds), turn:
+            async with asyncio.timeout(wait), turn:
                 if key in self._cache:  # by a request that came at the same time
                     return self._cache[key]
-                asked = _CHECKS.run(tenant, len(serialized), self._ask, serialized, self._seconds)
-                grammar, reason = json.loads(await asked)
+                grammar, reason = await self._check(tenant, serialized)
         except TimeoutError:
-            raise Overloaded(too_long) from None
-        except EOFError:
-            raise InvalidArgument("cannot be checked", field) from None
-        except ChildProcessError:
-            raise Unavailable("grammars cannot be checked now") from None
+            raise Overloaded(f"{field}: waited {wait:g} seconds for other checks") from None
         if reason:
             raise InvalidArgument(reason, field)
         self._keep(key, grammar)
         return grammar
+
+    async def _check(self, tenant: str, serialized: bytes) -> tuple[str, str]:
+        """Returns the grammar, and the reason why it is refused; "" if it is valid.
+
+        A grammar that takes too long is refused like a wrong one: every later try takes as long.
+        """
+        asked = _CHECKS.run(tenant, len(serialized), self._ask, serialized, self._seconds)
+        try:
+            grammar, reason = json.loads(await asked)
+        except TimeoutError:
+            return "", f"takes more than {self._seconds:g} seconds to check; simplify it"
+        except EOFError:
+            return "", "cannot be checked"
+        except ChildProcessError:
+            raise Unavailable("grammars cannot be checked now") from None
+        return grammar, reason
 
     def _keep(self, key: tuple[bytes, bytes], grammar: str) -> None:
         if key in self._cache:  # by a request that came at the same time

@@ -39,6 +39,15 @@ decode: {kv_cache_gb: 0.5}
     assert (config.decode.block_size, config.decode.kv_cache_gb) == (16, 0.5)
 
 
+@pytest.mark.parametrize("text", ["speculative: null", "speculative:", "dtype: float32"])
+def test_a_section_that_is_null_in_the_file_takes_flags(tmp_path: Path, text: str) -> None:
+    flags = {"model": "m", "speculative.method": "ngram"}
+    found = load_config(write(tmp_path, text), flags).speculative
+    assert found is not None
+    assert found.method == "ngram"
+    assert load_config(write(tmp_path, text), {"model": "m"}).speculative is None
+
+
 @pytest.mark.parametrize(
     ("text", "transports"),
     [
@@ -491,6 +500,20 @@ def test_what_is_given_as_the_model_names_it_too(
         "mine",
         (*aliases, *([] if aliases else [name])),
     )
+
+
+@pytest.mark.parametrize("model", [".", "./", "..", "../", "below/..", "../x/../"])
+def test_a_folder_that_is_given_without_its_name_is_served_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    below = tmp_path / "tiny" / "below"
+    (below / "below").mkdir(parents=True)
+    (below.parent / "x").mkdir()
+    monkeypatch.chdir(below)
+    folder = below.parent if model.startswith("..") else below
+    config = load_config(None, {"model": model})
+    monkeypatch.chdir(tmp_path)  # other processes of the service have other working folders
+    assert (config.model, config.served_names) == (str(folder), (folder.name,))
 
 
 def test_a_model_may_have_several_names() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -50,7 +51,7 @@ def test_each_deployment_of_a_service_is_an_application(
     assert redeploy.applications_of("a") == ["a.9", "a.10"]
     announced: list[str] = []
     monkeypatch.setattr("ray.get_actor", lambda name, namespace: announced.append(name))
-    with pytest.raises(Unavailable, match=r"already: it has the applications a\.9 and a\.10; wait"):
+    with pytest.raises(Unavailable, match=r"'a' already, with a\.9 and a\.10; wait"):
         redeploy.running_application("a", 0.0)
     assert announced == ["a.10-replacement"]
 
@@ -91,10 +92,73 @@ def test_a_command_that_died_while_it_replaced_a_service_leaves_one_application(
         (left,) = {"a", "a.2"} - {ended}
         assert redeploy.running_application("a", 0.0) == left
     else:
-        with pytest.raises(Unavailable, match=r"still has the applications a and a\.2, but"):
+        with pytest.raises(Unavailable, match=rf"^name: {ended} of the service 'a' has not"):
             redeploy.running_application("a", 0.0)
     assert deleted == [ended]
     assert router.drain_others.remote.called == (ended == "a")
+
+
+def lone(status: str, **states: int) -> SimpleNamespace:
+    """Returns an application by its status and the states of its decode workers."""
+    pool = SimpleNamespace(replica_states=states)
+    return SimpleNamespace(status=status, deployments={"DecodePool": pool})
+
+
+@pytest.mark.parametrize(
+    ("left_over", "is_ended"),
+    [
+        (lone("DEPLOY_FAILED"), True),
+        (lone("DEPLOY_FAILED", STARTING=1, STOPPING=1), True),
+        (SimpleNamespace(status="DEPLOY_FAILED", deployments={}), True),
+        (lone("DEPLOY_FAILED", RUNNING=1, STARTING=1), False),  # an update failed, and it serves
+        (lone("DEPLOYING", STARTING=1), False),  # perhaps by a configuration of Serve
+        (lone("UNHEALTHY"), False),  # Serve starts its workers again
+    ],
+)
+def test_a_start_that_failed_after_its_command_died_leaves_nothing(
+    applications: dict[str, SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch,
+    left_over: SimpleNamespace,
+    is_ended: bool,
+) -> None:
+    applications["a"] = left_over
+    monkeypatch.setattr("ray.get_actor", Mock(side_effect=ValueError("no such actor")))
+    monkeypatch.setattr(redeploy, "begin_delete", applications.pop)
+    assert redeploy.running_application("a", 0.0) == (None if is_ended else "a")
+    if is_ended:
+        applications["a"] = left_over
+        monkeypatch.setattr(redeploy, "begin_delete", lambda name: None)
+        monkeypatch.setattr(redeploy, "_CHECK_SECONDS", 0.01)
+        with pytest.raises(Unavailable, match=r"^name: a of the service 'a' has not ended yet"):
+            redeploy.running_application("a", 0.0)
+
+
+def test_a_first_start_is_announced_as_long_as_it_lasts(
+    applications: dict[str, SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands would share one application, and the first to end would end it for both."""
+    applications["a"] = lone("DEPLOY_FAILED")
+    monkeypatch.setattr("ray.get_actor", Mock())
+    with pytest.raises(Unavailable, match="starts or replaces the service 'a' already, with a;"):
+        redeploy.running_application("a", 0.0)
+    applications.clear()
+    actor, deploy, delete = Mock(), Mock(), Mock()
+    actor.return_value.options.return_value.remote.side_effect = ValueError("the name is taken")
+    monkeypatch.setattr(launch, "joined_ray", lambda address: nullcontext())
+    monkeypatch.setattr(launch, "_start_serve", lambda config, local: "http://127.0.0.1:8000")
+    for name in ("_nodes", "check_gpus", "take_over", "close_directory"):
+        monkeypatch.setattr(launch, name, Mock())
+    monkeypatch.setattr(launch, "_deploy", deploy)
+    monkeypatch.setattr(launch, "begin_delete", delete)
+    monkeypatch.setattr("ray.remote", actor)
+    config = load_config(None, {"model": "m", "name": "a"})
+    with (
+        pytest.raises(Unavailable, match="another command starts a already"),
+        launch.start_service(config, "m", address="127.0.0.1:1"),
+    ):
+        pass
+    assert not deploy.called
+    assert not delete.called
 
 
 def test_only_a_later_deployment_replaces_one_that_goes(

@@ -229,6 +229,25 @@ async def test_any_host_name_will_do_where_a_key_is_needed(
         await router.stop(0)
 
 
+@pytest.mark.parametrize("bind", ["0.0.0.0", HOST])
+async def test_a_router_that_binds_a_network_has_the_name_of_its_machine(
+    config: TandemConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, bind: str
+) -> None:
+    """Its own host may be loopback: `host` is the address by which it tells itself."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    auth = AuthConfig(allow_anonymous=True)
+    bound = config.router.model_copy(update={"bind": bind})
+    router = await start(config.model_copy(update={"router": bound, "auth": auth}), folder, 1)
+    headers = {"Host": "box"}
+    try:
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", headers=headers, timeout=WAIT
+        ) as client:
+            assert (await client.get("/version")).status_code == (403 if bind == HOST else 200)
+    finally:
+        await router.stop(0)
+
+
 async def test_every_server_of_a_router_needs_a_key_whose_hash_is_configured(
     config: TandemConfig, folder: Path
 ) -> None:

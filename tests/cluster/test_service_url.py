@@ -11,7 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cluster import service_url
+from tandem.cluster.bench.options import ServerAddress
+from tandem.cluster.bench.target import open_target
 from tandem.cluster.cli.main import app
+from tandem.cluster.local.batch_senders import service_sender
 from tandem.cluster.serve.identity_file import kept_identity
 from tandem.cluster.service_url import ServiceAccess
 from tandem.proto.errors import InvalidArgument, NotFound, TandemError, Unauthenticated, Unavailable
@@ -238,6 +241,23 @@ async def test_the_key_is_demanded_and_sent(proxy: Proxy) -> None:
             assert await asyncio.to_thread(method, ServiceAccess(url=service.http, api_key=KEY))
     finally:
         await service.stop()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "grpc://127.0.0.1:1"])
+@pytest.mark.parametrize("wrong", ["secret\n", "secret\x00", "secr\u00e9t"])
+async def test_a_key_that_no_header_can_hold_is_refused_and_not_quoted(
+    url: str, wrong: str
+) -> None:
+    for method in (ServiceAccess.api_url, ServiceAccess.status):
+        with pytest.raises(InvalidArgument, match=r"^api_key: must be printable ASCII$"):
+            await asyncio.to_thread(method, ServiceAccess(url=url, api_key=wrong))
+    with pytest.raises(InvalidArgument, match=r"^api_key: must be printable ASCII$"):
+        async with service_sender(url, wrong, ClientTls()):
+            pass
+    address = ServerAddress(url=url, api_key=wrong)
+    with pytest.raises(InvalidArgument, match=r"^api_key: must be printable ASCII$"):
+        async with open_target(address, ignore_eos=True):
+            pass
 
 
 async def test_tls_is_checked_and_goes_on_over_grpc(proxy: Proxy, tmp_path: Path) -> None:

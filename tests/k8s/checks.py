@@ -282,8 +282,11 @@ def scaling_disagrees(manifests: Manifests) -> list[str]:
     """Complains unless a scaled pool has the application's policy and pods that follow."""
     policy = manifests.application.get("autoscaling_policy", {}).get("policy_function")
     found = []
+    is_scaled = any(pool.autoscaling for pool in config_of(manifests).pools.values())
     for group, deployment, section in sections(manifests):
         if isinstance(section, RouterConfig) or section.autoscaling is None:
+            if is_scaled and "replicas" not in section.model_fields_set:
+                found.append(f"{deployment}: num_replicas is ignored, and args has no replicas")
             continue
         if policy != f"{ScalingPolicy.__module__}:{ScalingPolicy.__name__}":
             found.append(f"{deployment}: the policy of the application is {policy}")

@@ -22,7 +22,9 @@ OVERLAYS: Final = tuple(sorted(path.name for path in (K8S / "overlays").iterdir(
 COMPONENTS: Final = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
 ARGS: Final[dict[str, dict[str, Any]]] = {
     "autoscaling": {
-        role: {"replicas": 2, "autoscaling": {"max_replicas": 4}} for role in ("prefill", "decode")
+        "router": {"replicas": 2},
+        "prefill": {"replicas": 2, "autoscaling": {"max_replicas": 4}},
+        "decode": {"replicas": 2, "autoscaling": {"max_replicas": 4}},
     },
     "auth": {"auth": {"keys_file": "/etc/tandem/keys/keys.json"}},
     "tls": {

@@ -392,6 +392,11 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
         lambda m: m.groups["decode"].spec.update(maxReplicas=1),
     ),
     (
+        checks.scaling_disagrees,
+        "cpu-demo+autoscaling",
+        lambda m: args(m)["router"].pop("replicas"),
+    ),
+    (
         checks.monitoring_disagrees,
         "cpu-demo+monitoring+network-policy",
         lambda m: set_(container(m, "head")["env"][1], value="http://grafana.elsewhere.svc"),

@@ -219,7 +219,9 @@ async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost
         "up_delay_seconds": 1.0,
         "down_delay_seconds": 10.0,
     }
+    app["args"]["router"] |= {"replicas": 1}
     app["args"]["router"] |= {"max_queue_seconds": 600.0}  # of a machine that is slow
+    app["args"]["prefill"] |= {"replicas": 1}
     app["args"]["decode"] |= {"max_sequences": 32, "autoscaling": scaling}
     put_config(dashboard(network), config)
     await asyncio.to_thread(until, lambda: settled(dashboard(network), "RUNNING"), network)

@@ -142,7 +142,9 @@ def test_the_load_scales_a_pool_up_and_down_and_no_stream_is_lost(
     # The logits of this model do not depend on the batch.
     model = make_tiny_model(tmp_path / "exact", dtype="bfloat16", **MODEL)
     application["args"] |= {"model": str(model), "dtype": "bfloat16"}
+    application["args"]["router"] |= {"replicas": 1}
     application["args"]["router"] |= {"max_queue_seconds": 600.0}  # of a machine that is slow
+    application["args"]["prefill"] |= {"replicas": 1}
     application["args"]["decode"] |= {
         "num_cpus": 0.5,
         "max_sequences": 32,
@@ -218,3 +220,29 @@ def test_replicas_are_where_the_labels_are(config: dict[str, Any]) -> None:
         == [{"tandem.dev/role": "prefill"}] * 2
     )
     assert prefill.init_args[3] == 2  # ranks that share the cores of a pod
+
+
+@pytest.mark.parametrize(
+    ("missing", "numbers"),
+    [
+        ("router.replicas", {"prefill": 1}),
+        ("prefill.replicas", {"router": 2}),
+        (None, {"router": 2, "prefill": 1}),
+    ],
+)
+def test_autoscaling_needs_the_numbers_of_the_other_deployments(
+    config: dict[str, Any], missing: str | None, numbers: dict[str, int]
+) -> None:
+    """Ray would ignore `num_replicas` of all deployments, and stop routers that run."""
+    from tandem.cluster.serve.serve_app import build
+
+    args = deepcopy(config["applications"][0]["args"])
+    args["decode"] |= {"autoscaling": {"max_replicas": 3}}
+    for section, number in numbers.items():
+        args[section] |= {"replicas": number}
+    if missing:
+        with pytest.raises(InvalidArgument, match=rf"^{missing}: missing; .* num_replicas"):
+            build(args)
+        return
+    router: Any = build(args)._bound_deployment
+    assert router._deployment_config.autoscaling_config.min_replicas == 2

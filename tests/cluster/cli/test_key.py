@@ -77,7 +77,7 @@ def test_commands_take_the_key_from_a_file_or_the_environment(
     """Other users of the machine see the arguments of a command."""
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     assert read_api_key(None) == ""
-    monkeypatch.setenv(API_KEY_VARIABLE, "from the environment")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from the environment\n")  # as of a Kubernetes Secret
     assert read_api_key(None) == "from the environment"
     (tmp_path / "key").write_text("from a file\n")
     assert read_api_key(tmp_path / "key") == "from a file"

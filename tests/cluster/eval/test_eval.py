@@ -25,7 +25,7 @@ from tandem.cluster.eval.perplexity import measure_perplexity, sliding_windows, 
 from tandem.cluster.eval.scores import exact_match, normalise_answer, score_texts, word_f1
 from tandem.cluster.text_files import parse_lines
 from tandem.proto import inference_pb2, limits
-from tandem.proto.errors import InternalError, InvalidArgument
+from tandem.proto.errors import InternalError, InvalidArgument, NotFound
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
@@ -168,10 +168,22 @@ async def test_a_missing_number_is_no_result(service: StubService) -> None:
             await measure_perplexity(client, "some text")
 
 
-async def test_a_model_that_is_not_served_is_named(service: StubService) -> None:
-    async with AsyncClient(service.address) as client:
-        with pytest.raises(InvalidArgument, match="model: is not served"):
-            await measure_perplexity(client, "some text", model="other")
+async def test_a_path_names_the_model_and_a_wrong_name_is_refused() -> None:
+    """A service lists no paths."""
+    served = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
+    service = GenerationService([served], FakeTokenSource(), aliases=["/models/tiny"])
+    server = await ApiServers.start(service)
+    try:
+        async with AsyncClient(server.grpc_address) as client:
+            by_name, by_path = [
+                await measure_perplexity(client, "some text", model=name)
+                for name in ("tiny", "/models/tiny")
+            ]
+            assert by_name == by_path
+            with pytest.raises(NotFound, match="model: 'other' is not served here; served: tiny"):
+                await measure_perplexity(client, "some text", model="other")
+    finally:
+        await server.stop(0)
 
 
 async def test_long_texts_go_in_pieces(

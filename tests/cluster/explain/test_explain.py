@@ -19,6 +19,7 @@ from tandem.cluster.explain.cost import read_model_config
 from tandem.cluster.explain.gather import CompletionStream, Subject, explain
 from tandem.cluster.explain.page import render_page, write_page
 from tandem.cluster.explain.record import Explanation
+from tandem.cluster.service_url import ServiceAccess
 from tandem.proto.errors import InvalidArgument
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
@@ -266,6 +267,17 @@ def test_wrong_options_are_named(args: list[str], option: str) -> None:
     assert option in str(result.exception)
 
 
+def test_the_name_of_a_served_model_is_not_taken_for_a_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServiceAccess, "status", lambda access: ("", {"model": folder.name}))
+    monkeypatch.chdir(folder.parent)
+    args = ["--url", "grpc://127.0.0.1:1", "--device", "h100"]
+    result = CliRunner().invoke(app, ["explain", "x", *args])
+    with pytest.raises(InvalidArgument, match=r"^--model: must be the path .* 'tiny'$"):
+        raise result.exception or AssertionError
+
+
 async def test_a_service_with_two_pools_is_explained(folder: Path) -> None:
     """Over gRPC; its prefix cache leaves nothing to recompute once the prompt has a block."""
     served = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2048)
@@ -284,8 +296,12 @@ async def test_a_service_with_two_pools_is_explained(folder: Path) -> None:
             found = await asyncio.to_thread(ask, "What is the capital of France? " * 9, greedy)
             stop = found.text[1:]
             stopped = await asyncio.to_thread(ask, found.prompt, Options(**greedy, stop=[stop]))
+            args = ["--url", f"grpc://{server.grpc_address}", "--model", str(folder)]
+            args += ["--dtype", "float32", "--device", "h100", "--max-tokens", "3"]
+            by_path = await asyncio.to_thread(CliRunner().invoke, app, ["explain", "x", *args])
         finally:
             await server.stop(0)
+    assert by_path.exception is None, by_path.output
     assert found.timeline["prefill_worker"] != found.timeline["decode_worker"]
     assert [step.drawn_probability for step in found.steps] == [1.0] * 5
     for step in found.steps:

@@ -19,10 +19,13 @@ import psutil
 import pytest
 
 from tandem import LLM, SamplingParams
+from tandem.cluster.local import batch_senders
 from tandem.cluster.local.batch import BatchOutput, read_requests
 from tandem.cluster.store.pooling import write_mode
+from tandem.proto.errors import InternalError, Overloaded
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
+from tandem.router.frontend.constraint import GrammarValidator
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.tiny import make_tiny_model
@@ -164,6 +167,46 @@ def test_embeddings_have_the_models_own_pooling(tmp_path: Path) -> None:
     )
     assert own == pytest.approx(mean, abs=1e-4)  # the rows of a step change the rounding
     assert own != pytest.approx(last, abs=1e-2)
+
+
+async def fail(llm: LLM) -> None:
+    llm._engine._worker.failed.set()
+
+
+def test_a_busy_engine_is_asked_again_and_a_failed_one_ends_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many new grammars wait for each other's checks."""
+    validate = GrammarValidator.validate
+    num_tries = 0
+
+    async def busy_once(*args: Any) -> str:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            raise Overloaded("waited for other checks")
+        return await validate(*args)
+
+    monkeypatch.setattr(GrammarValidator, "validate", busy_once)
+    monkeypatch.setattr(batch_senders, "_seconds", lambda headers: 0.0)
+    body = {"prompt": "dog", "max_tokens": 4, "structured_outputs": {"choice": ["a"]}}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(line))
+    requests = read_requests(source)
+    with LLM(str(folder), dtype="float32", kv_cache_gb=0.02) as llm:
+        with BatchOutput(tmp_path / "out.jsonl", ["a"]) as answers:
+            llm.answer_batch(requests, answers)
+        llm._loop.run(fail(llm))
+        with (
+            BatchOutput(tmp_path / "later.jsonl", ["a"]) as answers,
+            pytest.raises(InternalError, match="the engine has failed"),
+        ):
+            llm.answer_batch(requests, answers)
+    assert num_tries == 2
+    (answer,) = read_answers(tmp_path / "out.jsonl").values()
+    assert (answer["status_code"], answer["body"]["choices"][0]["text"]) == (200, "a")
+    assert not (tmp_path / "later.jsonl").read_bytes()
 
 
 class HttpService:

@@ -269,7 +269,7 @@ async def test_the_client_brings_its_key(service: Service, monkeypatch: pytest.M
         assert caught.value.retry_after is None
     async with AsyncClient(service.grpc, api_key="ada") as client:
         assert (await client.generate("hi", max_tokens=4)).text == "abcd"
-    monkeypatch.setenv(API_KEY_VARIABLE, "bob")
+    monkeypatch.setenv(API_KEY_VARIABLE, "bob\n")  # as of a Kubernetes Secret
     async with AsyncClient(service.grpc) as client:
         assert (await client.generate("hi", max_tokens=4)).text == "abcd"
     async with AsyncClient(service.grpc, api_key="") as client:
