@@ -33,7 +33,7 @@ def host_of(address: str) -> str:
 
 
 def network_of(host: str) -> str:
-    """Returns what one client can own: an IPv4 address, or 64 bits of an IPv6 address."""
+    """Returns the network that one client can own: an IPv4 address, or 64 bits of IPv6."""
     if ":" not in host:
         return host
     try:
