@@ -90,7 +90,11 @@ _NOTES: Final = {
     "token_ids": " May be given several times.",
     "logit_bias": " ID=BIAS; may be given several times.",
 }
-_SHORT: Final = {"tp": ("-tp",), "quantization": ("-q",)}  # vLLM's short flags of settings
+_SHORT: Final = {  # vLLM's short flags of settings
+    "routers": ("-asc",),
+    "tp": ("-tp",),
+    "quantization": ("-q",),
+}
 _READ_FROM_FILES: Final = ("json_schema", "grammar")  # @FILE
 
 

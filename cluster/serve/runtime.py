@@ -120,7 +120,7 @@ class RouterRuntime:
         name: str = "",
         storage: Storage | None = None,
     ) -> Self:
-        """Binds both API servers, which do not serve without decode workers.
+        """Binds both API servers, which do not serve while no worker can be reached.
 
         The address is `router.bind`, else `host`.
 
@@ -371,13 +371,14 @@ def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics)
 
 
 def _authenticator(
-    auth: AuthConfig, host: str, secret: bytes
+    auth: AuthConfig, bind: str, secret: bytes
 ) -> tuple[Authenticator, list[FileWatch[Any]]]:
     if not auth.needs_key:
-        share = auth.share_anonymous_prefixes
+        is_local, share = is_loopback(bind), auth.share_anonymous_prefixes
         open_to_all = Authenticator(
             secret=secret,
-            share_anonymous_prefixes=is_loopback(host) if share is None else share,
+            share_anonymous_prefixes=is_local if share is None else share,
+            anonymous_sees_all=is_local,
             anonymous_max_priority=auth.anonymous_max_priority,
         )
         return open_to_all, []

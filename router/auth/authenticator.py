@@ -35,7 +35,7 @@ class Caller:
     cache_salt: bytes = b""  # callers with the same salt share cached prefixes
     max_priority: int | None = None
     key_name: str = ""  # for operators
-    sees_all: bool = True  # in the console: the requests of all tenants
+    sees_all: bool = True  # the rights of an operator: console, usage, files and adapters of all
     quota: Quota = field(default_factory=Quota)
 
     @property
@@ -61,6 +61,7 @@ class Authenticator:
         *,
         secret: bytes | None = None,
         share_anonymous_prefixes: bool = True,
+        anonymous_sees_all: bool = True,
         anonymous_max_priority: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -69,7 +70,8 @@ class Authenticator:
         `keys`: None if the service needs no keys. `secret`: all routers of the service have the
         same secret, so that a tenant has one prefix cache; None: a random secret. Without
         `share_anonymous_prefixes`, callers without a key share cached prefixes only within a
-        connection. `anonymous_max_priority`: the maximum priority of requests without a key.
+        connection. `anonymous_sees_all`: callers without a key have the rights of an operator.
+        `anonymous_max_priority`: the maximum priority of requests without a key.
         """
         self._salts = hmac.digest(
             secret or secrets.token_bytes(32), b"tandem prefix cache", "sha256"
@@ -77,7 +79,7 @@ class Authenticator:
         self._clock = clock
         self._is_open = keys is None
         self._share = share_anonymous_prefixes
-        self._anonymous = Caller(max_priority=anonymous_max_priority)
+        self._anonymous = Caller(max_priority=anonymous_max_priority, sees_all=anonymous_sees_all)
         self._callers: dict[bytes, tuple[ApiKey, Caller]] = {}  # by digest
         self.replace(keys or ())
 
@@ -112,7 +114,7 @@ class Authenticator:
             if self._share:
                 return replace(self._anonymous, address=address)
             salt = self._salt("connection", connection)
-            return replace(self._anonymous, address=address, cache_salt=salt, sees_all=False)
+            return replace(self._anonymous, address=address, cache_salt=salt)
         scheme, _, given = (authorization or "").strip().partition(" ")
         given = given.strip()
         if scheme.lower() != "bearer" or not given:
@@ -135,9 +137,7 @@ class Authenticator:
         without keys, all callers are one.
         """
         if self._is_open:
-            if key_name:
-                return None
-            return self._anonymous if self._share else replace(self._anonymous, sees_all=False)
+            return None if key_name else self._anonymous
         for key, caller in self._callers.values():
             if (key.name, key.tenant) == (key_name, tenant) and not key.has_expired(self._clock()):
                 return caller

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from tandem.cluster.cli import serve
 from tandem.cluster.cli.main import app
@@ -98,8 +99,20 @@ def test_vllm_s_name_sets_what_ours_sets(
 
 
 def test_short_flags_are_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = served(monkeypatch, "-tp", "2", "-q", "int8")
+    config = served(monkeypatch, "-tp", "2", "-q", "int8", "-asc", "3")
     assert (config.prefill.tp, config.decode.tp, config.quantization) == (2, 2, "int8")
+    assert config.router.replicas == 3
+
+
+@pytest.mark.parametrize("name", ALWAYS_ON)
+def test_a_switch_that_is_always_on_has_no_effect(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plain = load_config(None, {"model": "m"})
+    assert served(monkeypatch, flag(name)) == plain
+    assert configured(tmp_path, f"{name.replace('_', '-')}: true") == plain
+    with pytest.raises(InvalidArgument, match=f"must be true: {ALWAYS_ON[name]}"):
+        configured(tmp_path, f"{name}: false")
 
 
 def test_flags_win_over_aliases_in_the_file(
@@ -247,6 +260,12 @@ def test_every_name_of_the_table_is_on_the_page() -> None:
             assert rows[flag(name)] == expected
     for name, reason in (REFUSED | ALWAYS_ON).items():
         assert rows[flag(name)] == reason
+
+
+def test_a_flag_that_is_not_on_the_page_is_unknown() -> None:
+    result = CliRunner().invoke(app, ["serve", "m", "--mamba-cache-mode", "all"])
+    assert result.exit_code == 2
+    assert "No such option: --mamba-cache-mode" in result.output
 
 
 def test_every_endpoint_of_ours_on_the_page_exists() -> None:

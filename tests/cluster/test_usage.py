@@ -181,19 +181,27 @@ async def test_the_command_prints_what_keys_used_at_all_routers(
         await command(one, "wrong")
 
 
-async def test_usage_of_a_service_without_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [True, False])
+async def test_usage_of_a_service_without_keys(tmp_path: Path, share: bool) -> None:
     """It is that of all callers, which strangers on a network do not see."""
     folder = make_router_folder(tmp_path)
-    ports: dict[str, object] = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
+    local: dict[str, object] = {
+        "model": "m",
+        "router.grpc_port": 0,
+        "router.http_port": 0,
+        "auth.share_anonymous_prefixes": share,
+    }
     router = await RouterRuntime.start(
-        load_config(None, ports), folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
+        load_config(None, local), folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
     )
     router.usage.record(ended(""))
     await router.usage.report()
     assert (await command(router, "")).splitlines()[1].split()[:3] == ["-", "t", "1"]
     await router.stop(0)
-    apart = load_config(None, ports | {"auth.share_anonymous_prefixes": False})
-    router = await RouterRuntime.start(apart, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
+    public = load_config(None, local | {"auth.allow_anonymous": True, "router.bind": "0.0.0.0"})
+    router = await RouterRuntime.start(
+        public, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
+    )
     with pytest.raises(PermissionDenied, match="callers without a key see no usage"):
         await command(router, "")
     await router.stop(0)

@@ -381,7 +381,7 @@ async def test_each_answer_has_the_id_of_its_request(address: str) -> None:
 async def test_files_need_a_key_if_callers_cannot_be_told_apart(
     service: GenerationService,
 ) -> None:
-    server = HttpServer(service, authenticator=Authenticator(share_anonymous_prefixes=False))
+    server = HttpServer(service, authenticator=Authenticator(anonymous_sees_all=False))
     address = await server.start("127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
         for path in ("/v1/files", "/v1/files/x", "/v1/batches", "/v1/batches/x"):

@@ -370,9 +370,7 @@ async def test_a_cursor_does_not_tell_how_many_requests_of_others_have_ended(
 async def test_callers_without_a_key_see_no_requests_but_on_loopback(
     generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
 ) -> None:
-    async for client in served(
-        generation, source, feed, Authenticator(share_anonymous_prefixes=False)
-    ):
+    async for client in served(generation, source, feed, Authenticator(anonymous_sees_all=False)):
         await client.post(TEXT, json=body(TEXT, max_tokens=2))
         feed.log.events.add({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
         found = await data(client)

@@ -84,6 +84,15 @@ def test_anonymous_callers_share_cached_prefixes_within_a_connection_alone() -> 
     assert {first.tenant, other.tenant} == {""}  # many connections do not make many tenants
 
 
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_shared_prefixes_give_callers_without_a_key_no_rights(share: bool, sees_all: bool) -> None:
+    authenticator = Authenticator(share_anonymous_prefixes=share, anonymous_sees_all=sees_all)
+    left = authenticator.caller_of("", "")  # the owner of a batch
+    assert left is not None
+    assert authenticator.caller(None, "a").sees_all is left.sees_all is sees_all
+
+
 @pytest.mark.parametrize(
     ("peer", "address"),
     [
