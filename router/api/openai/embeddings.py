@@ -164,6 +164,7 @@ async def make_score_request(
         request_id=request_id,
         names=dict.fromkeys(("prompt", "prompt_logprobs", "logprobs"), "text_2"),
         is_streamed=False,
+        is_tokenized=True,
     )
     return request, [max(min(len(first), kept - len(second)), 0) for first, second in pairs]
 

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Final
 from pydantic import FailFast, Field
 
 from ....proto import inference_pb2, limits
+from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
-from ...frontend.prepare import ServedModel
+from ...frontend.prepare import BYTES_PER_TOKEN, ServedModel
 from .answers import error_response
 from .bodies import WHOLE, Ignored, NestedModel, OpenModel
 from .requests import ParsedRequest, prompt_messages
@@ -75,7 +76,13 @@ async def make_rerank_request(
     yes, no = await tokenizer.encode_all(_ANSWERS, add_special_tokens=False, turn=caller.turn)
     prompts: list[list[int]] = []
     for text in body.texts:
-        ids = await tokenizer.encode_chat(_chat(body, text), caller.turn)
+        asked = _chat(body, text)
+        try:
+            ids = await tokenizer.encode_chat(asked, caller.turn)
+        except (InvalidArgument, asyncio.CancelledError):  # the work was done
+            rest = asked.ByteSize() // BYTES_PER_TOKEN
+            caller.quota.take_tokens(sum(map(len, prompts)) + rest)
+            raise
         prompts += [[*ids, *yes], [*ids, *no]]
     common = inference_pb2.GenerateRequest(
         model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0}
@@ -87,6 +94,7 @@ async def make_rerank_request(
         request_id=request_id,
         names=dict.fromkeys(("prompt", "prompt_logprobs", "logprobs"), "documents"),
         is_streamed=False,
+        is_tokenized=True,
     )
     return request, (len(yes), len(no))
 

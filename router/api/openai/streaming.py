@@ -148,7 +148,13 @@ class GenerationResponse(Response):
         check_num_sequences(len(self._request.prompts), self._request.common)
         size = 0
         for request in self._request.requests():
-            accepted.append(await self._service.accept(request, context))
+            try:
+                accepted.append(await self._service.accept(request, context))
+            except TandemError:
+                if self._request.is_tokenized:  # the work was done
+                    rest = self._request.prompts[len(accepted) + 1 :]
+                    context.caller.quota.take_tokens(sum(len(each.token_ids.ids) for each in rest))
+                raise
             submit = accepted[-1].tokens.submit
             if request.stopping.max_tokens > submit.max_tokens:
                 self.headers[MAX_TOKENS] = str(submit.max_tokens)

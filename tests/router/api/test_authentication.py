@@ -406,6 +406,11 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
             {"model": "tiny", "text_1": "seven b", "text_2": ["eight by", ""]},
             15,
         ),  # is refused
+        (
+            "/score",
+            {"model": "tiny", "text_1": "x" * 5_000, "text_2": ["ten bytes.", "y" * 20]},
+            2 * 5_000 + 30,
+        ),  # the first pair is refused
         ("/v1/embeddings", {"model": "tiny", "input": ["four", "five"]}, 8),
     ],
 )
