@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from transformers import AutoModelForCausalLM
 
 from tandem import LLM, LoRARequest, RequestOutput, SamplingParams
 from tandem.cluster.local.llm import LocalStream
+from tandem.proto import inference_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.types import Choice, Options
 from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.prepared import PreparedRequest
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.watermark.config import WatermarkConfig
 from tandem.router.watermark.key import write_watermark_key
@@ -254,6 +257,27 @@ def test_rules_say_why_a_completion_has_ended(llm: LLM) -> None:
     assert cut.finish_reason == "time"
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     assert len(cut.token_ids) < len(whole.token_ids)
+
+
+def test_the_time_of_a_request_does_not_begin_before_it_starts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, hour = llm._engine.prepare, 3600
+
+    async def prepare_for_an_hour(request: inference_pb2.GenerateRequest) -> PreparedRequest:
+        """As if many long prompts were prepared after this one."""
+        prepared = await prepare(request)
+        tokens = prepared.tokens
+        assert tokens.ends_at is not None
+        tokens = replace(tokens, arrived=tokens.arrived - hour, ends_at=tokens.ends_at - hour)
+        return replace(prepared, tokens=tokens)
+
+    monkeypatch.setattr(llm._engine, "prepare", prepare_for_an_hour)
+    timed: Options = {**GREEDY, "max_time_ms": int(1000 * WAIT)}
+    (output,) = llm.generate("dog", timed)
+    assert output.outputs[0].finish_reason == "length"
+    with llm.stream("dog", timed) as stream:
+        assert stream.completion().finish_reason == "length"
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
