@@ -371,6 +371,8 @@ def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
 
 
 def _stop(loop: LoopThread, engine: "LocalEngine") -> None:
+    if loop.is_inherited:  # the engine is that of another process
+        return
     try:
         loop.run(engine.close())
     finally:
