@@ -19,7 +19,7 @@ from tandem.cluster.explain.cost import read_model_config
 from tandem.cluster.explain.gather import CompletionStream, Subject, explain
 from tandem.cluster.explain.page import render_page, write_page
 from tandem.cluster.explain.record import Explanation
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import Client
@@ -258,12 +258,22 @@ def test_the_command_prints_and_writes_everything(folder: Path, tmp_path: Path) 
         (["--dtype", "int3"], "--dtype"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--url", "http://tandem.example:8080"], "--device"),
+        (["--url", "tandem.example:50051"], "--device"),
     ],
 )
 def test_wrong_options_are_named(args: list[str], option: str) -> None:
     result = CliRunner().invoke(app, ["explain", "x", *args])
     assert isinstance(result.exception, InvalidArgument)
     assert option in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:1", "[::1]:1", "localhost:1,b:1", "http://127.0.0.1:1/v1"]
+)
+def test_a_service_of_this_machine_needs_no_device(url: str) -> None:
+    """With or without the scheme, which other commands do not need either."""
+    result = CliRunner().invoke(app, ["explain", "x", "--url", url])
+    assert isinstance(result.exception, Unavailable)  # nothing listens there
 
 
 async def test_a_service_with_two_pools_is_explained(folder: Path) -> None:
