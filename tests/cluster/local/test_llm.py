@@ -354,6 +354,27 @@ def test_a_chat_template_replaces_that_of_the_model(folder: Path, tmp_path: Path
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+def test_a_chat_takes_the_arguments_of_vllm(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "shout.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    vllm: dict[str, Any] = {"use_tqdm": False, "chat_template_kwargs": {"mood": "!"}}
+    with LLM(str(folder), chat_template=file, **SMALL) as llm:
+        (found,) = llm.chat(chat, GREEDY, **vllm)
+        (ours,) = llm.chat(chat, GREEDY, template_kwargs={"mood": "!"}, add_generation_prompt=True)
+        (expected,) = llm.generate("ab!", GREEDY, use_tqdm=False)
+        (continued,) = llm.chat(
+            chat, GREEDY, continue_final_message=True, add_generation_prompt=False
+        )
+        (shorter,) = llm.generate("ab", GREEDY)
+        with pytest.raises(InvalidArgument, match="add_generation_prompt: must be False if"):
+            llm.chat(chat, GREEDY, add_generation_prompt=False)
+        with pytest.raises(InvalidArgument, match="chat_template_kwargs: is another name"):
+            llm.chat(chat, GREEDY, template_kwargs={}, **vllm)
+    assert found.prompt_token_ids == ours.prompt_token_ids == expected.prompt_token_ids
+    assert continued.prompt_token_ids == shorter.prompt_token_ids
+
+
 def test_an_image_is_refused_by_the_name_of_the_architecture(tmp_path: Path) -> None:
     folder = make_tiny_multimodal(tmp_path, "gemma3")
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
