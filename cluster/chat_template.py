@@ -52,7 +52,7 @@ def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except FileNotFoundError as error:
         named = ", ".join(NAMES)
         raise ValueError(

@@ -1,10 +1,12 @@
 """Reads and writes the text files that commands name, and parses YAML and lines of JSON.
 
-Errors name the file and the line.
+Errors name the file and the line. Editors on Windows begin files with a byte order mark, which is
+not part of the text.
 """
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,17 +19,32 @@ from ..router.json_lines import number_lines
 MAX_FILE_BYTES: Final = 1024 * 1024  # of YAML
 _MAX_KEY: Final = 80  # characters of a key in an error
 
+_MARK: Final = "\ufeff"  # a byte order mark
+
 _Line = TypeVar("_Line", bound=BaseModel)
 
 
 def read_text(path: Path, option: str) -> str:
     """Returns the text of the file that an option names. Raises InvalidArgument."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", option) from None
     except UnicodeDecodeError:
         raise InvalidArgument(f"{path}: not UTF-8", option) from None
+
+
+def read_stdin(argument: str) -> str:
+    """Returns the text on stdin, for an argument. Raises InvalidArgument."""
+    return decoded(sys.stdin.read, argument)
+
+
+def decoded(read: Callable[[], str], argument: str = "") -> str:
+    """Returns the text that `read` takes from stdin. Raises InvalidArgument if it is not UTF-8."""
+    try:
+        return read().removeprefix(_MARK)
+    except UnicodeDecodeError:
+        raise InvalidArgument("stdin: not UTF-8", argument) from None
 
 
 def write_text(path: Path, text: str, option: str) -> None:

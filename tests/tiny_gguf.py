@@ -26,10 +26,11 @@ def write_gguf(
     kind: Kind = Kind.F16,
     values: Mapping[str, str | float] = {},
     pre: str | None = "default",
+    adds_bos: bool | None = None,
 ) -> Path:
     """Writes the model of a folder, its matrices as `kind`, and `values`, further metadata, whose
-    names begin with that
-    of the architecture. `pre`: how the tokenizer splits texts. Returns the file.
+    names begin with that of the architecture. `pre`: how the tokenizer splits texts. `adds_bos`:
+    whether texts begin with BOS; None: the file does not say. Returns the file.
     """
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
@@ -54,6 +55,8 @@ def write_gguf(
         add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{name}.{key}", value)
     _add_tokenizer(writer, folder, config.vocab_size, pre)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:

@@ -18,7 +18,7 @@ from ...proto.errors import InvalidArgument
 from ...router.client.client import Client
 from ..service_url import GRPC_URL, STATUS_URL, ServiceAccess
 from ..tables import make_table, table_console
-from ..text_files import read_text
+from ..text_files import read_stdin, read_text
 from . import options as o
 from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
 
@@ -100,7 +100,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         return read_text(file, "--file")
     if prompt is None and sys.stdin.isatty():
         raise InvalidArgument("missing; give a text, --file FILE, or - to type one", "prompt")
-    return sys.stdin.read() if prompt in (None, "-") else prompt
+    return read_stdin("prompt") if prompt is None or prompt == "-" else prompt
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:

@@ -6,10 +6,13 @@ A terminal has line editing and a persistent history.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import platformdirs
+
+from ..text_files import decoded
 
 HISTORY_LINES: Final = 1_000
 QUOTES: Final = '"""'
@@ -46,12 +49,12 @@ def _quoted(line: str, read_line: Callable[[str], str]) -> str:
 def open_keyboard() -> Iterator[Callable[[str], str]]:
     """Yields a function that shows a prompt, on a terminal only, and returns the next line.
 
-    The function raises EOFError at the end and KeyboardInterrupt for Ctrl-C. The history is written
-    at the end of the block.
+    The function raises EOFError at the end, KeyboardInterrupt for Ctrl-C and InvalidArgument for a
+    line that is not UTF-8. The history is written at the end of the block.
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
         with _history(platformdirs.user_state_path("tandem") / "chat_history"):
-            yield input
+            yield lambda prompt: decoded(partial(input, prompt))
     else:
         yield _read_line
 
@@ -59,7 +62,7 @@ def open_keyboard() -> Iterator[Callable[[str], str]]:
 def _read_line(prompt: str) -> str:
     if sys.stdin.isatty():  # stdout is no terminal, so the prompt must not go there
         print(prompt, end="", file=sys.stderr, flush=True)
-    return input()
+    return decoded(input)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Final
 
 import aiohttp
@@ -33,6 +34,7 @@ _CONNECT_SECONDS: Final = 10.0
 # Without a sign of the server's machine. There is no time limit for an answer.
 _GONE_SECONDS: Final = 60
 _PROBE_SECONDS: Final = 10
+_TRANSIENT: Final = (408, 425, 429)  # client errors that another try may not have
 
 
 def engine_sender(service: GenerationService, caller: Caller = Caller()) -> SendRequest:
@@ -76,13 +78,17 @@ async def service_sender(url: str, api_key: str, tls: ClientTls) -> AsyncIterato
         async def send(request: BatchRequest) -> BatchAnswer:
             try:
                 async with session.post(url + request.url, json=request.body) as response:
-                    text = await response.text()
-                    body = await asyncio.to_thread(_parse, text, response.status)
+                    data = await response.read()
                     status = response.status
                     retry_after = _seconds(response.headers)
                     request_id = response.headers.get(REQUEST_ID, "")
             except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
                 raise InvalidArgument("must be http(s)://HOST:PORT", "--url") from None
+            except aiohttp.ClientConnectorCertificateError as error:
+                reason = f"{url}: {error.certificate_error}"
+                raise InvalidArgument(
+                    f"{reason}; give the CA of its certificate by --tls-ca", "--url"
+                ) from None
             except (aiohttp.ClientError, OSError, TimeoutError):
                 raise Unavailable(f"no server answers at {url}") from None
             if status == Unauthenticated.http_status:
@@ -93,7 +99,7 @@ async def service_sender(url: str, api_key: str, tls: ClientTls) -> AsyncIterato
                 raise PermissionDenied("the key may not send these requests")
             return BatchAnswer(
                 status=status,
-                body=body,
+                body=await asyncio.to_thread(_parse, data, status, url),
                 request_id=request_id,
                 retry_after=retry_after,
             )
@@ -123,8 +129,15 @@ def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return opened
 
 
-def _parse(text: str, status: int) -> object:
+def _parse(data: bytes, status: int, url: str) -> object:
+    """Returns the JSON of an answer.
+
+    Other bodies are not of the API. Raises Unavailable if a proxy may have sent the answer in place
+    of a busy service, and InvalidArgument if another try would have the same answer.
+    """
     try:
-        return json.loads(text)
+        return json.loads(data)
     except ValueError:
-        raise Unavailable(f"the server answers {status} with a body that is not JSON") from None
+        if status in _TRANSIENT or (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED):
+            raise Unavailable(f"the server answers {status} with a body that is not JSON") from None
+        raise InvalidArgument(f"{url} answers {status}, not as an OpenAI API", "--url") from None

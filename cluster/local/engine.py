@@ -180,14 +180,14 @@ class LocalEngine:
     async def messages(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields the messages of `GenerationService.run`.
+        """Yields the messages of `GenerationService.run`. The request's time begins now.
 
         Raises InternalError after a failure of the engine.
         """
         self.check_failed()  # otherwise the request would wait for another worker
         try:
             with tandem_errors_only():
-                async with aclosing(self.service.run(request, timeline)) as messages:
+                async with aclosing(self.service.run(_arriving_now(request), timeline)) as messages:
                     async for message in messages:
                         yield message
         except TandemError as error:
@@ -246,6 +246,18 @@ class LocalEngine:
                 name="tandem-exit",
                 daemon=True,
             ).start()
+
+
+def _arriving_now(request: PreparedRequest) -> PreparedRequest:
+    """Returns the request as if it had just arrived.
+
+    All prompts of a call are prepared before the first runs, so `max_time_ms` of an early one could
+    pass before it starts.
+    """
+    tokens = request.tokens
+    now = time.monotonic()
+    ends_at = None if tokens.ends_at is None else now + tokens.ends_at - tokens.arrived
+    return replace(request, tokens=replace(tokens, arrived=now, ends_at=ends_at))
 
 
 def _exit_unless_ended(worker: Worker, seconds: float) -> None:

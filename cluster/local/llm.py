@@ -126,12 +126,14 @@ class LLM:
         *,
         prompt_token_ids: TokenIds | None = None,
         progress: bool = True,
+        use_tqdm: bool | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
         """Continues texts or token ids; returns the outputs in the order of the prompts.
 
-        `lora_request` names an adapter. `progress` shows a bar on a terminal and in notebooks. All
-        prompts are checked before any runs: InvalidArgument names the wrong one, as `prompts[3]`.
+        `lora_request` names an adapter. `progress`, in vLLM `use_tqdm`, shows a bar on a terminal
+        and in notebooks. All prompts are checked before any runs: InvalidArgument names the wrong
+        one, as `prompts[3]`.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise InvalidArgument("give either prompts or prompt_token_ids", "prompts")
@@ -146,7 +148,8 @@ class LLM:
                 text, prompt = _read_prompt(each)
             texts.append(text)
             made.append(prompt)
-        return self._complete(name, made, sampling_params, progress, lora_request, texts)
+        shown = progress if use_tqdm is None else use_tqdm
+        return self._complete(name, made, sampling_params, shown, lora_request, texts)
 
     def chat(
         self,
@@ -154,13 +157,25 @@ class LLM:
         sampling_params: Parameters = None,
         *,
         progress: bool = True,
+        use_tqdm: bool | None = None,
         lora_request: LoRARequest | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool | None = None,
         **options: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
         """Answers one conversation or several; otherwise like `generate`.
 
-        `options`: tools, tool_choice, template_kwargs, continue_final_message, parse_special.
+        `options`: tools, tool_choice, template_kwargs, continue_final_message, parse_special. vLLM
+        calls template_kwargs `chat_template_kwargs`, and needs `add_generation_prompt` False to
+        continue the final message.
         """
+        if chat_template_kwargs is not None:
+            if "template_kwargs" in options:
+                raise InvalidArgument("is another name of template_kwargs", "chat_template_kwargs")
+            options["template_kwargs"] = chat_template_kwargs
+        if add_generation_prompt is bool(options.get("continue_final_message")):
+            reason = "must be False if and only if continue_final_message is True"
+            raise InvalidArgument(reason, "add_generation_prompt")
         if unknown := options.keys() - TemplateOptions.__annotations__.keys():
             raise InvalidArgument("there is no such option here", min(unknown))
         chats: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -168,7 +183,8 @@ class LLM:
         for i, chat in enumerate(chats):
             with _naming_prompt("messages", i):
                 made.append(chat_prompt(chat, options))
-        return self._complete("messages", made, sampling_params, progress, lora_request)
+        shown = progress if use_tqdm is None else use_tqdm
+        return self._complete("messages", made, sampling_params, shown, lora_request)
 
     def stream(
         self, prompt: str | Sequence[int], sampling_params: Options | None = None
@@ -382,6 +398,8 @@ def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
 
 
 def _stop(loop: LoopThread, engine: "LocalEngine") -> None:
+    if loop.is_inherited:  # the engine is that of another process
+        return
     try:
         loop.run(engine.close())
     finally:

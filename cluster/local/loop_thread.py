@@ -1,6 +1,7 @@
 """Runs an event loop in a separate thread, for callers that block."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -12,6 +13,9 @@ from ...proto.errors import Unavailable
 T = TypeVar("T")
 
 CLOSED: Final = "the engine is closed"
+_FORKED: Final = (
+    "an LLM cannot be used in a forked process; start the process by spawn and make an LLM there"
+)
 _END_SECONDS: Final = 30.0
 
 
@@ -19,6 +23,7 @@ class LoopThread:
     """Runs coroutines for threads that wait for them, until `stop` or the end of the process."""
 
     def __init__(self, name: str) -> None:
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         # Guards _stopping: work that is enqueued before it is set will be cancelled and will end.
         self._lock = threading.Lock()
@@ -27,8 +32,15 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_inherited(self) -> bool:
+        """Returns True in a forked process, which has a copy of this object without the thread."""
+        return os.getpid() != self._process
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of `work`, which runs in the loop. Raises Unavailable after `stop`.
+        """Returns the result of `work`, which runs in the loop.
+
+        Raises Unavailable after `stop` and in a forked process.
 
         An interrupt of the waiting caller, such as KeyboardInterrupt, cancels the work and is
         raised when the work has ended.
@@ -40,6 +52,9 @@ class LoopThread:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda task: _hand_over(task, ended))
 
+        if self.is_inherited:
+            work.close()
+            raise Unavailable(_FORKED)
         with self._lock:
             if self._stopping:
                 work.close()

@@ -3,8 +3,8 @@
 Run as `python -m tandem.cluster.store.gguf_convert FILE DTYPE`. The working folder receives the
 files that `save_pretrained` writes: config.json, model.safetensors, tokenizer.json,
 tokenizer_config.json, chat_template.jinja. transformers converts; this module adds the parts that
-transformers drops (RoPE, windows, end-of-turn tokens, splitting of digits, the pooling of
-embeddings), and refuses a file of which more would be lost.
+transformers drops (RoPE, windows, end-of-turn tokens, splitting of digits, whole words, BOS, the
+pooling of embeddings), and refuses a file of which more would be lost.
 """
 
 import json
@@ -32,6 +32,7 @@ from .pooling import write_mode
 _PROBE: Final = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
 _ENDS: Final = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _PRE: Final = "tokenizer.ggml.pre"  # llama.cpp's name for a byte-level tokenizer's splitting
+_ADD_BOS: Final = "tokenizer.ggml.add_bos_token"
 _GPT2_SPLIT: Final = frozenset(
     (
         "default",
@@ -58,6 +59,21 @@ _SAME_SPLIT: Final = {
     **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
 }
 """Names of splittings that transformers knows by another name."""
+_WHOLE_WORDS: Final = frozenset(
+    (
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "jina-v5-nano",
+        "tekken",
+    )
+)
+"""Names for which llama.cpp ignores the merges of words in the vocabulary, and adds BOS."""
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 """The numbers of layers by which llama.cpp recognizes Gemma 27B."""
 _POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -111,6 +127,7 @@ def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
         raise CheckpointError(f"{gguf.name}: {missing}: missing")
     tokenizer = AutoTokenizer.from_pretrained(**source)
     _restore_splitting(tokenizer.backend_tokenizer, header)
+    _restore_whole_words(tokenizer, header)
     _check_tokenizer(tokenizer, header)
     ends = [header.values[name] for name in _ENDS if name in header.values]
     if len(ends) > 1:
@@ -159,6 +176,20 @@ def _restore_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
         tokenizer.pre_tokenizer = Sequence(
             [split, ByteLevel(add_prefix_space=False, use_regex=False)]
         )
+
+
+def _restore_whole_words(tokenizer: Any, header: GgufHeader) -> None:
+    """Restores the vocabularies of Llama 3 and Mistral's Tekken, whose merges lack some words.
+
+    A word of the vocabulary is one token there, also if no merges lead to it. A file that does not
+    say whether texts begin with BOS means that they do.
+    """
+    if header.values.get("tokenizer.ggml.model") != "gpt2":
+        return
+    if header.values.get(_PRE) in _WHOLE_WORDS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if _ADD_BOS not in header.values:
+            tokenizer.add_bos_token = True
 
 
 def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:

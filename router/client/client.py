@@ -38,7 +38,15 @@ from .request import (
     watermark_request,
 )
 from .results import Collector
-from .routers import RoutedCall, Routers, RouterStubs, call, call_async
+from .routers import (
+    CANCELLED,
+    RoutedCall,
+    Routers,
+    RouterStubs,
+    call,
+    call_async,
+    is_task_cancelled,
+)
 from .types import (
     ChatOptions,
     Completion,
@@ -59,7 +67,6 @@ Addresses = str | Sequence[str]
 """HOST:PORT of each router of the service: one text with commas, or several texts."""
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
-_CANCELLED: Final = "the client cancelled the request"
 
 
 class _Generation:
@@ -114,7 +121,7 @@ class Stream:
             if self._collector.is_complete:
                 raise StopIteration
             if self._cancelled.wait(self._generation.delay(error)):
-                raise Cancelled(_CANCELLED)
+                raise Cancelled(CANCELLED)
             self._call = self._generation.start()
             if self._cancelled.is_set():  # while the call was started
                 self._call.cancel()
@@ -161,7 +168,7 @@ class AsyncStream:
         while True:
             # grpc.aio would raise CancelledError, as if this task had been cancelled.
             if self._cancelled.is_set():
-                raise Cancelled(_CANCELLED)
+                raise Cancelled(CANCELLED)
             try:
                 message = await self._call.read()
                 break
@@ -169,8 +176,8 @@ class AsyncStream:
                 self._collector.ended(failure.trailing_metadata())
                 error = wire.error_of(failure)
             except asyncio.CancelledError:
-                if self._cancelled.is_set():  # while it was waiting
-                    raise Cancelled(_CANCELLED) from None
+                if self._cancelled.is_set() or not is_task_cancelled():
+                    raise Cancelled(CANCELLED) from None
                 raise
             if self._collector.is_complete:
                 raise StopAsyncIteration
@@ -179,7 +186,7 @@ class AsyncStream:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._cancelled.wait()
-                    raise Cancelled(_CANCELLED)
+                    raise Cancelled(CANCELLED)
             self._call = self._generation.start()
         if message is grpc.aio.EOF:
             self._collector.ended(await self._call.trailing_metadata())
@@ -351,7 +358,8 @@ class Client(_BaseClient[Stream]):
         return bool(answer.status == _SERVING)
 
     def close(self) -> None:
-        """Closes the connections; requests that still run are cancelled."""
+        """Closes the connections; requests that still run raise Cancelled."""
+        self._routers.is_closed = True
         for router in self._routers.all:
             router.channel.close()
 
@@ -459,7 +467,8 @@ class AsyncClient(_BaseClient[AsyncStream]):
         return bool(answer.status == _SERVING)
 
     async def close(self) -> None:
-        """Closes the connections; requests that still run are cancelled."""
+        """Closes the connections; requests that still run raise Cancelled."""
+        self._routers.is_closed = True
         for router in self._routers.all:
             await router.channel.close()
 

@@ -7,7 +7,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -15,8 +15,10 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 
 from ...proto import inference_pb2_grpc
-from ...proto.errors import InvalidArgument, TandemError
+from ...proto.errors import Cancelled, InvalidArgument, TandemError
 from . import wire
+
+CANCELLED: Final = "the client cancelled the request"
 
 
 class RouterStubs:
@@ -42,6 +44,7 @@ class Routers:
         if not names or not all(names):
             raise InvalidArgument("must be HOST:PORT of each router, one or more", "address")
         self.all = [RouterStubs(open_channel(name)) for name in names]
+        self.is_closed = False
         # Random, so that clients with the same list use all routers.
         self._current = random.randrange(len(self.all))
 
@@ -72,6 +75,9 @@ class RoutedCall:
         self.retries = retries
 
     def start(self, request: Message) -> Any:
+        """Starts a try. Raises Cancelled if the client was closed, also between two tries."""
+        if self._routers.is_closed:
+            raise Cancelled("the client is closed")
         self._router = self._routers.current
         return self._choose(self._router)(
             request, timeout=self.retries.timeout, metadata=self._metadata
@@ -94,6 +100,15 @@ def call(routed: RoutedCall, request: Message) -> Any:
         time.sleep(routed.delay(error))
 
 
+def is_task_cancelled() -> bool:
+    """Returns True if a CancelledError is that of the current task, which must raise it again.
+
+    grpc.aio also raises one in each task whose call was cancelled, as by closing the channel.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 async def call_async(routed: RoutedCall, request: Message) -> Any:
     """Makes a unary call with its retries in an event loop. Raises a TandemError."""
     while True:
@@ -101,4 +116,8 @@ async def call_async(routed: RoutedCall, request: Message) -> Any:
             return await routed.start(request)
         except grpc.aio.AioRpcError as failure:
             error = wire.error_of(failure)
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            raise Cancelled(CANCELLED) from None
         await asyncio.sleep(routed.delay(error))

@@ -30,7 +30,7 @@ def config_with(template: object, folder: Path | str = "m") -> TandemConfig:
 
 def test_a_template_is_a_file_or_a_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "shout.jinja"
-    file.write_text(SHOUT)
+    file.write_text(SHOUT, encoding="utf-8-sig")  # as editors on Windows write it
     yaml = tmp_path / "service.yaml"
     yaml.write_text(f"model: m\nchat-template: {file}\n")
     by_flag = served(monkeypatch, "--chat-template", str(file))

@@ -11,7 +11,7 @@ from ....proto.errors import InvalidArgument
 from ....router.client.client import Client
 from ....router.watermark.key import write_watermark_key
 from ...service_url import GRPC_URL, ServiceAccess
-from ...text_files import read_text
+from ...text_files import read_stdin, read_text
 from .. import options as o
 
 watermark_app = typer.Typer(
@@ -79,4 +79,4 @@ def _read(file: Path | None) -> str:
         return read_text(file, "file")
     if file is None and sys.stdin.isatty():
         raise InvalidArgument("missing; give a file, or - to type the text", "file")
-    return sys.stdin.read()
+    return read_stdin("file")

@@ -49,7 +49,7 @@ def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     )
 
 
-def invoke(*args: str, stdin: str = "") -> tuple[str, str]:
+def invoke(*args: str, stdin: str | bytes = "") -> tuple[str, str]:
     """What a command writes to stdout and stderr, in this process; raises what it raises."""
     done = CliRunner().invoke(main.app, args, input=stdin, catch_exceptions=False)
     return done.stdout, done.stderr
@@ -76,6 +76,27 @@ def test_prompts_from_everywhere(service: StubService, tmp_path: Path) -> None:
         invoke("generate", "x", "--file", str(file), "--target", service.address)
     with pytest.raises(InvalidArgument, match="no/such: No such file"):
         invoke("generate", "--file", "/no/such", "--target", service.address)
+
+
+@pytest.mark.parametrize(
+    "command", [["generate"], ["generate", "-"], ["chat"], ["watermark", "detect", "-"]]
+)
+def test_a_text_on_stdin_that_is_not_utf_8_is_refused(
+    service: StubService, command: list[str]
+) -> None:
+    with pytest.raises(InvalidArgument, match="stdin: not UTF-8"):
+        invoke(*command, "--target", service.address, stdin="Zürich\n".encode("latin-1"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(service: StubService, tmp_path: Path) -> None:
+    file, text = tmp_path / "prompt.txt", "\ufeffhi\n"
+    file.write_text(text, encoding="utf-8")
+    invoke("generate", "--file", str(file), "--target", service.address)
+    invoke("generate", "--target", service.address, stdin=text)
+    invoke("chat", "--target", service.address, stdin=text)
+    *texts, chat = [request.prompt for request in service.requests]
+    assert [each.text for each in texts] == ["hi\n"] * 2
+    assert chat.chat.messages[0].content == "hi"
 
 
 def test_every_parameter_is_an_option(service: StubService, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tandem.cluster.explain.gather import CompletionStream, Subject, explain
 from tandem.cluster.explain.page import render_page, write_page
 from tandem.cluster.explain.record import Explanation
 from tandem.cluster.service_url import ServiceAccess
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import Client
@@ -259,6 +259,7 @@ def test_the_command_prints_and_writes_everything(folder: Path, tmp_path: Path) 
         (["--dtype", "int3"], "--dtype"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--url", "http://tandem.example:8080"], "--device"),
+        (["--url", "tandem.example:50051"], "--device"),
     ],
 )
 def test_wrong_options_are_named(args: list[str], option: str) -> None:
@@ -276,6 +277,15 @@ def test_the_name_of_a_served_model_is_not_taken_for_a_folder(
     result = CliRunner().invoke(app, ["explain", "x", *args])
     with pytest.raises(InvalidArgument, match=r"^--model: must be the path .* 'tiny'$"):
         raise result.exception or AssertionError
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:1", "[::1]:1", "localhost:1,b:1", "http://127.0.0.1:1/v1"]
+)
+def test_a_service_of_this_machine_needs_no_device(url: str) -> None:
+    """With or without the scheme, which other commands do not need either."""
+    result = CliRunner().invoke(app, ["explain", "x", "--url", url])
+    assert isinstance(result.exception, Unavailable)  # nothing listens there
 
 
 async def test_a_service_with_two_pools_is_explained(folder: Path) -> None:

@@ -7,32 +7,47 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from aiohttp import test_utils, web
 
 from tandem import LLM, SamplingParams
 from tandem.cluster.local import batch_senders
 from tandem.cluster.local.batch import BatchOutput, read_requests
+from tandem.cluster.local.batch_senders import service_sender
 from tandem.cluster.store.pooling import write_mode
-from tandem.proto.errors import InternalError, Overloaded
+from tandem.proto.errors import (
+    InternalError,
+    InvalidArgument,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from tandem.router.api.batches.lines import BatchRequest
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
+from tandem.router.client import ClientTls
 from tandem.router.frontend.constraint import GrammarValidator
 from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.certificates import make_certificate
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.waits import WAIT
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
 NUM_REQUESTS = 24
+REQUEST = BatchRequest(custom_id="a", method="POST", url="/v1/completions", body={"prompt": "x"})
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +304,65 @@ def test_a_service_that_is_away_ends_the_command_in_one_line(tmp_path: Path) -> 
         "command continues from there"
         "\n"
     )
+
+
+@asynccontextmanager
+async def answering(
+    status: int, body: bytes, certificate: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """Yields the address of a server that gives every request this answer."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, body=body, content_type="text/html")
+
+    server = test_utils.TestServer(web.Application())
+    server.app.router.add_route("*", "/{path:.*}", answer)
+    await server.start_server(ssl=certificate)
+    try:
+        yield f"{'https' if certificate else 'http'}://127.0.0.1:{server.port}"
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (404, InvalidArgument, "--url: http://.* answers 404, not as an OpenAI API"),
+        (405, InvalidArgument, "answers 405"),
+        (501, InvalidArgument, "answers 501"),
+        (200, InvalidArgument, "answers 200"),
+        (401, Unauthenticated, "the service needs an API key"),
+        (403, PermissionDenied, "the key may not send these requests"),
+        (408, Unavailable, "the server answers 408 with a body that is not JSON"),
+        (429, Unavailable, "answers 429"),
+        (500, Unavailable, "answers 500"),
+        (503, Unavailable, "answers 503"),
+    ],
+)
+async def test_an_answer_of_another_server_is_only_waited_for_if_it_may_change(
+    status: int, kind: type[Exception], words: str
+) -> None:
+    async with (
+        answering(status, b"<html>\x80") as url,
+        service_sender(url, "", ClientTls()) as send,
+    ):
+        with pytest.raises(kind, match=words):
+            await send(REQUEST)
+
+
+async def test_an_unknown_certificate_is_refused_at_once(tmp_path: Path) -> None:
+    ca = make_certificate("ca")
+    pem, key = tmp_path / "server.pem", tmp_path / "server.key"
+    make_certificate("server", ca).write(pem, key)
+    certificate = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate.load_cert_chain(pem, key)
+    trusted = ClientTls(ca=ca.write(tmp_path / "ca.pem"))
+    async with answering(200, b"{}", certificate) as url:
+        async with service_sender(url, "", trusted) as send:
+            assert (await send(REQUEST)).body == {}
+        async with service_sender(url, "", ClientTls()) as send:
+            with pytest.raises(InvalidArgument, match=r"--url: .*verify failed.*by --tls-ca"):
+                await send(REQUEST)
 
 
 def test_an_engine_or_a_service_must_be_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from transformers import AutoModelForCausalLM
 
 from tandem import LLM, LoRARequest, RequestOutput, SamplingParams
 from tandem.cluster.local.llm import LocalStream
+from tandem.proto import inference_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.types import Choice, Options
 from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.prepared import PreparedRequest
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.watermark.config import WatermarkConfig
 from tandem.router.watermark.key import write_watermark_key
@@ -256,6 +259,27 @@ def test_rules_say_why_a_completion_has_ended(llm: LLM) -> None:
     assert len(cut.token_ids) < len(whole.token_ids)
 
 
+def test_the_time_of_a_request_does_not_begin_before_it_starts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, hour = llm._engine.prepare, 3600
+
+    async def prepare_for_an_hour(request: inference_pb2.GenerateRequest) -> PreparedRequest:
+        """As if many long prompts were prepared after this one."""
+        prepared = await prepare(request)
+        tokens = prepared.tokens
+        assert tokens.ends_at is not None
+        tokens = replace(tokens, arrived=tokens.arrived - hour, ends_at=tokens.ends_at - hour)
+        return replace(prepared, tokens=tokens)
+
+    monkeypatch.setattr(llm._engine, "prepare", prepare_for_an_hour)
+    timed: Options = {**GREEDY, "max_time_ms": int(1000 * WAIT)}
+    (output,) = llm.generate("dog", timed)
+    assert output.outputs[0].finish_reason == "length"
+    with llm.stream("dog", timed) as stream:
+        assert stream.completion().finish_reason == "length"
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_guessed_tokens_change_no_answer(llm: LLM, folder: Path, method: str) -> None:
     """Nor what stop strings, choices, log probabilities and grammars make of them."""
@@ -328,6 +352,27 @@ def test_a_chat_template_replaces_that_of_the_model(folder: Path, tmp_path: Path
         (expected,) = llm.generate("[user] HI", GREEDY)
     assert found.prompt_token_ids == expected.prompt_token_ids
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_chat_takes_the_arguments_of_vllm(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "shout.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    vllm: dict[str, Any] = {"use_tqdm": False, "chat_template_kwargs": {"mood": "!"}}
+    with LLM(str(folder), chat_template=file, **SMALL) as llm:
+        (found,) = llm.chat(chat, GREEDY, **vllm)
+        (ours,) = llm.chat(chat, GREEDY, template_kwargs={"mood": "!"}, add_generation_prompt=True)
+        (expected,) = llm.generate("ab!", GREEDY, use_tqdm=False)
+        (continued,) = llm.chat(
+            chat, GREEDY, continue_final_message=True, add_generation_prompt=False
+        )
+        (shorter,) = llm.generate("ab", GREEDY)
+        with pytest.raises(InvalidArgument, match="add_generation_prompt: must be False if"):
+            llm.chat(chat, GREEDY, add_generation_prompt=False)
+        with pytest.raises(InvalidArgument, match="chat_template_kwargs: is another name"):
+            llm.chat(chat, GREEDY, template_kwargs={}, **vllm)
+    assert found.prompt_token_ids == ours.prompt_token_ids == expected.prompt_token_ids
+    assert continued.prompt_token_ids == shorter.prompt_token_ids
 
 
 def test_an_image_is_refused_by_the_name_of_the_architecture(tmp_path: Path) -> None:

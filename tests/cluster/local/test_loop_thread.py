@@ -1,15 +1,21 @@
 """The event loop in a thread: whoever waits for work in it is woken."""
 
 import asyncio
+import os
 import threading
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from tandem.cluster.local.llm import _stop
 from tandem.cluster.local.loop_thread import LoopThread
 from tandem.proto.errors import Unavailable
 from tandem.tests.waits import WAIT
+
+if TYPE_CHECKING:
+    from tandem.cluster.local.engine import LocalEngine
 
 
 def test_what_has_ended_says_so() -> None:
@@ -39,3 +45,17 @@ def test_work_that_a_stop_overtakes_ends() -> None:
         for each in callers:
             each.join(WAIT)
         assert ended == [True] * 3
+
+
+def test_a_forked_process_is_refused_instead_of_waiting_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has not inherited the thread."""
+    loop = LoopThread("test-loop")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 0)
+        with pytest.raises(Unavailable, match="cannot be used in a forked process"):
+            loop.run(asyncio.sleep(0))
+        _stop(loop, cast("LocalEngine", None))
+    assert loop.run(asyncio.sleep(0, "slept")) == "slept"
+    loop.stop()

@@ -1,6 +1,7 @@
 """Tests GGUF files: tokens as in transformers' dequantised load, conversion, hostile headers."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import Regex
+from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 from tokenizers.pre_tokenizers import Digits as PreDigits
 from transformers import (
@@ -139,6 +141,36 @@ def test_texts_are_split_as_the_file_says(tmp_path: Path, pre: str) -> None:
     text = "with sails.  1  22 333 4444\n\n don't  (it's)  7"
     assert split is not None
     assert split.pre_tokenize_str(text) == SPLITS[pre].pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "adds_bos", "is_whole", "has_bos"),
+    [
+        ("llama-bpe", None, True, True),
+        ("llama-bpe", False, True, False),
+        ("tekken", None, True, True),
+        ("smaug-bpe", None, False, False),
+        ("smaug-bpe", True, False, True),
+    ],
+)
+def test_words_that_no_merges_make_and_bos_are_as_in_llama_cpp(
+    tmp_path: Path, pre: str, adds_bos: bool | None, is_whole: bool, has_bos: bool
+) -> None:
+    """Llama 3 has such words: in llama.cpp " Việt" is one token, 101798."""
+    folder = make_tiny_model(tmp_path / "model")
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    pair = fields["model"]["merges"].pop()
+    path.write_text(json.dumps(fields))
+    token = fields["model"]["vocab"]["".join(pair)]
+    word = Backend.from_file(str(path)).decode([token])
+    out = tmp_path / "out"
+    out.mkdir()
+    file = write_gguf(folder, tmp_path / "x.gguf", pre=pre, adds_bos=adds_bos)
+    gguf_convert.convert(file, out, "float32")
+    ids = Tokenizer.load(out)._encode(word, True)
+    assert (ids[0] == 0) == has_bos
+    assert (ids[-1] == token) == is_whole
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import threading
 
 import grpc
@@ -184,6 +185,37 @@ async def test_a_cancelled_task_is_no_cancelled_error_of_ours(grpc_service: Serv
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.wait_for(grpc_service.source.wait_running(0), WAIT)
+
+
+async def test_closing_ends_the_requests_of_other_tasks_with_an_error_of_ours(
+    grpc_service: Service,
+) -> None:
+    """Not with CancelledError, which would end a task group without a word."""
+    grpc_service.source.stall_after = 1
+    client = AsyncClient(grpc_service.grpc)
+    streams = [client.stream("hi") for _ in range(2)]
+    for stream in streams:
+        await anext(stream)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asked = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        tasks = [
+            asyncio.create_task(streams[0].completion()),
+            asyncio.create_task(asked.detokenize([1])),
+        ]
+        await asyncio.sleep(0)
+        await client.close()
+        await asked.close()
+        for task in tasks:
+            with pytest.raises(errors.Cancelled, match="the client cancelled the request"):
+                await asyncio.wait_for(task, WAIT)
+    with pytest.raises(errors.Cancelled):
+        await anext(streams[1])
+    with pytest.raises(errors.Cancelled, match="the client is closed"):
+        await client.generate("hi")
+    blocking = Client(grpc_service.grpc)
+    blocking.close()
+    with pytest.raises(errors.Cancelled, match="the client is closed"):
+        blocking.generate("hi")
 
 
 async def test_leaving_the_block_cancels(grpc_service: Service) -> None:
