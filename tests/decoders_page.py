@@ -52,6 +52,7 @@ row of a token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
 `context_tokens` to at most this number; longer contexts are refused.
 - Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \
 convolutions) compute it with Tandem's kernels. Every rank holds the whole state. On CPUs only.
+- On GPUs, sums of transformers' code depend on the batch: `numerics: exact` is refused.
 - A decoder without positions (Mamba, Mamba 2, Falcon-Mamba) names no context length. Its context \
 is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
 `context_tokens` to limit the length of answers.

@@ -133,12 +133,13 @@ def rank_memory(
 
     With `numerics` exact, a GPU converts the quantized weights whose products depend on the batch.
     Raises InvalidArgument if `tp` does not split the heads, the cache cannot have the dtype, or the
-    device cannot run the model.
+    device cannot run the model, or not with `numerics`.
     """
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
 
+    is_exact = numerics == "exact"
     try:
-        check_device(config, device)
+        check_device(config, device, batch_invariant=is_exact)
         check_config_split(config, tp)
         check_cache_dtype(config, kv_cache_dtype, device)
     except ValueError as error:
@@ -150,7 +151,7 @@ def rank_memory(
     draft_kv = kv_bytes_per_token(draft, 1, dtype) if draft else 0
     # The draft model always has fast numerics: a wrong guess changes no token.
     draft_weights = weight_bytes(draft, 1, dtype, device) if draft else 0
-    weights = weight_bytes(config, tp, dtype, device, batch_invariant=numerics == "exact")
+    weights = weight_bytes(config, tp, dtype, device, batch_invariant=is_exact)
     return RankMemory(
         tp=tp,
         weights=weights + draft_weights,

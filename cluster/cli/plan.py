@@ -230,7 +230,10 @@ def check(
         folder = resolve_model(model, dtype=dtype)
         config = check_checkpoint(folder, model_impl)
         given = generation_defaults(settings, folder)
-        refused = [_device_refusal(config, device), *(_refusal(config, each) for each in tp or ())]
+        refused = [
+            _device_refusal(config, device, numerics),
+            *(_refusal(config, each) for each in tp or ()),
+        ]
     except CheckpointError as error:
         typer.echo(f"{model}: refused: {error}")
         raise typer.Exit(1) from error
@@ -270,10 +273,10 @@ def _refusal(config: ModelConfig, tp: int) -> str:
     return ""
 
 
-def _device_refusal(config: ModelConfig, device: str) -> str:
-    """Returns the reason why a device cannot run a model; empty if it can."""
+def _device_refusal(config: ModelConfig, device: str, numerics: str) -> str:
+    """Returns the reason why a device cannot run a model with `numerics`; empty if it can."""
     try:
-        check_device(config, device)
+        check_device(config, device, batch_invariant=numerics == "exact")
     except ValueError as error:
         return str(error)
     return ""

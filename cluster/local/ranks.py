@@ -10,8 +10,10 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Final
+
+import torch
 
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
@@ -29,15 +31,32 @@ async def local_ranks(
     """Yields the addresses of `count` ranks, which wait for rank 0.
 
     They end with the context, and with this process also if it is killed. Raises Unavailable if one
-    does not start.
+    does not start, or if there are fewer GPUs than ranks.
     """
+    configs = _rank_configs(config, count)
     processes: list[Process] = []
     try:
-        for _ in range(count):
-            processes.append(await _start(config, environment))
+        for each in configs:
+            processes.append(await _start(each, environment))
         yield list(await asyncio.gather(*map(_address, processes)))
     finally:
         await asyncio.gather(*map(end_process, processes))
+
+
+def _rank_configs(config: RankConfig, count: int) -> list[RankConfig]:
+    """Returns the configurations of ranks 1 and up, each with a GPU of its own.
+
+    Rank 0 is this process, which computes on the first GPU. Raises Unavailable.
+    """
+    if config.device != "cuda":
+        return [config] * count
+    found = torch.cuda.device_count()
+    if found < count + 1:
+        raise Unavailable(
+            f"device: cuda needs a GPU for each rank, {count + 1} in all, and this process sees "
+            f"{found} (CUDA_VISIBLE_DEVICES); lower tp (tensor_parallel_size), or use device: cpu"
+        )
+    return [replace(config, device=f"cuda:{number}") for number in range(1, count + 1)]
 
 
 async def _start(config: RankConfig, environment: Mapping[str, str]) -> Process:

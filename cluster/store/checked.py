@@ -52,7 +52,7 @@ def checked_folder(config: TandemConfig) -> Path:
         except ValueError as error:
             wrong.append(f"speculative.model: {error}")
     try:
-        check_device(model, config.device)
+        check_device(model, config.device, batch_invariant=config.numerics == "exact")
         check_cache_dtype(model, config.kv_cache_dtype, config.device)
     except ValueError as error:
         wrong.append(str(error))

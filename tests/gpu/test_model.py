@@ -17,6 +17,7 @@ from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.model.test_host_blocks import check_blocks_come_back
+from tandem.tests.workers.model.test_kv import check_kv_moves
 from tandem.tests.workers.spans import as_table, span
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
@@ -217,19 +218,7 @@ async def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path, cache_dt
     cpu = load(folder, block_size=4, cache_dtype=cache_dtype)
     whole = Driver(load(folder, cache_dtype=cache_dtype)).generate(1, prompt(37), 10)
     for source, target in ((gpu, cpu), (cpu, gpu)):
-        prefill, decode = Driver(source), Driver(target, seed=4)
-        tokens = prefill.run(prefill.step(1, prompt(37), 0))
-        part = span(source.kv, 0, 37)
-        data = await source.kv.read(as_table(prefill.tables[1]), part)
-        step = decode.step(1, [tokens[0]], 37)
-        target.kv.write(as_table(decode.tables[1]), part, data)
-        assert await target.kv.read(as_table(decode.tables[1]), part) == data
-        tokens += decode.run(step)
-        while len(tokens) < 10:
-            tokens += decode.run(decode.step(1, tokens[-1:], 37 + len(tokens) - 1))
-        assert tokens == whole
-        prefill.drop(1)
-        decode.drop(1)
+        await check_kv_moves(source, target, whole)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -176,6 +176,12 @@ def resources_disagree(manifests: Manifests) -> list[str]:
             found.append(
                 f"{deployment}: {overrides.get(deployment)} replicas for {group.replicas} pods"
             )
+    if config.device == "cuda":  # beside weights whose size a manifest does not know
+        found += [
+            f"{role}.kv_cache_gb: may not fit; without it, a rank takes what its GPU has left"
+            for role, pool in config.pools.items()
+            if pool.kv_cache_gb is not None
+        ]
     for name, replicas in placed.items():
         found += _resources_of(manifests.groups[name], replicas, config.device)
     return found

@@ -311,6 +311,7 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
         lambda m: container(m, "decode")["resources"]["requests"].update(cpu="1"),
     ),
     (checks.resources_disagree, "gpu-mixed", lambda m: set_(args(m)["prefill"], tp=2)),
+    (checks.resources_disagree, "gpu-mixed", lambda m: set_(args(m)["decode"], kv_cache_gb=60)),
     (
         checks.resources_disagree,
         "gpu-mixed",

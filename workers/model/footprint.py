@@ -41,12 +41,20 @@ def check_config_split(config: ModelConfig, tp: int) -> None:
             )
 
 
-def check_device(config: ModelConfig, device: str) -> None:
-    """Raises ValueError, a one-line message, if `device` cannot run the model."""
+def check_device(config: ModelConfig, device: str, *, batch_invariant: bool = False) -> None:
+    """Raises ValueError, a one-line message, if `device` cannot run the model, or not so.
+
+    `batch_invariant` as in `ModelRunner.load`.
+    """
     if device != "cpu" and any(layer.states for layer in config.layers):
         raise ValueError(
             f"device: {device}: models that keep states run on cpu only; "
             f"{config.architecture} keeps states"
+        )
+    if device != "cpu" and batch_invariant and config.transformers is not None:
+        raise ValueError(
+            f"numerics: exact on cuda needs Tandem's own code; {config.architecture} runs through "
+            "transformers' code, whose sums depend on the batch; use fast"
         )
 
 

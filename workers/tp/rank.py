@@ -168,7 +168,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     )
     model = checkpoint.config
     tp = group.size if group else 1
-    check_device(model, config.device)
+    check_device(model, config.device, batch_invariant=config.batch_invariant)
     layout = kv_layout(model, config.dtype, config.kv_cache_dtype)
     draft, draft_bytes = _open_draft(config, model)
     cache = CacheBytes.of(layout, tp, block_size=config.block_size, draft_bytes=draft_bytes)

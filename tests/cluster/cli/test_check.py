@@ -86,6 +86,10 @@ def test_a_model_without_a_plan_says_so(tmp_path: Path) -> None:
         "transformers has no plan to split GPT2LMHeadModel; use 1" in text,
     ) == (0, True)
     assert check(folder, "--tp", "2")[0] == 1
+    assert check(folder, "--device", "cuda")[0] == 0
+    code, text = check(folder, "--device", "cuda", "--numerics", "exact")
+    assert code == 1
+    assert text.startswith(f"{folder}: refused: numerics: exact on cuda needs Tandem's own code; ")
 
 
 @pytest.mark.parametrize(

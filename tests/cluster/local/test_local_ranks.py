@@ -1,12 +1,14 @@
-"""The processes of a group's other ranks end with it, however it ends."""
+"""Tests which configurations a group's other ranks get, and that their processes end with it."""
 
 from collections import UserDict
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from tandem.cluster.local.ranks import local_ranks
+from tandem.cluster.local.ranks import _rank_configs, local_ranks
+from tandem.proto.errors import Unavailable
 from tandem.proto.identity import PeerIdentity
 from tandem.workers.tp.rank import RankConfig
 
@@ -28,3 +30,18 @@ async def test_a_rank_whose_neighbour_does_not_start_ends() -> None:
         async with local_ranks(config, 2, Once()):
             pass
     assert set(psutil.Process().children()) <= before
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RankConfig(model="m", identity=PeerIdentity.generate(), device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert [each.device for each in _rank_configs(config, 2)] == ["cuda:1", "cuda:2"]
+    assert _rank_configs(config, 0) == []
+    with pytest.raises(Unavailable, match=r"needs a GPU for each rank, 4 in all, and .* sees 3 "):
+        _rank_configs(config, 3)
+
+
+def test_ranks_on_cpus_have_one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = RankConfig(model="m", identity=PeerIdentity.generate())
+    assert _rank_configs(config, 2) == [config, config]

@@ -21,6 +21,20 @@ def test_a_service_on_gpus_refuses_a_model_that_keeps_states(tmp_path: Path) -> 
     assert checked_folder(load_config(None, fields | {"device": "cpu"})) == folder
 
 
+def test_exact_numerics_on_gpus_need_our_own_code(tmp_path: Path) -> None:
+    fields = {"device": "cuda", "numerics": "exact"}
+    own, other = (str(make_tiny_decoder(tmp_path / kind, kind)) for kind in ("llama", "gpt2"))
+    with pytest.raises(InvalidArgument) as raised:
+        checked_folder(load_config(None, fields | {"model": other}))
+    assert raised.value.message == (
+        "numerics: exact on cuda needs Tandem's own code; GPT2LMHeadModel runs through "
+        "transformers' code, whose sums depend on the batch; use fast"
+    )
+    checked_folder(load_config(None, fields | {"model": own}))
+    checked_folder(load_config(None, fields | {"model": other, "device": "cpu"}))
+    checked_folder(load_config(None, fields | {"model": other, "numerics": "fast"}))
+
+
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
 def test_state_slots_without_effect_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str

@@ -193,14 +193,17 @@ class Driver:
         if source.states:
             slot = self.states[sequence_id][num_tokens]
             copy_state(source, slot, target, other.imported[sequence_id])
-        for layer, geometry in enumerate(source.layout.layers):
-            if not geometry.keeps_tokens:
-                continue
+        for layer, part in self.needed_parts(num_tokens):
+            moved = read_now(source, self.table(sequence_id, layer), part)
+            target.write(other.table(sequence_id, layer), part, moved)
+
+    def needed_parts(self, num_tokens: int) -> Iterator[tuple[int, KvSpan]]:
+        """Yields the layers that keep tokens, and what the next token sees of their KV cache."""
+        kv = self.runner.kv
+        for layer, geometry in enumerate(kv.layout.layers):
             first = max(num_tokens + 1 - (geometry.window or num_tokens + 1), 0)
-            if first < num_tokens:
-                part = span(source, first, num_tokens - first, layer, 1)
-                moved = read_now(source, self.table(sequence_id, layer), part)
-                target.write(other.table(sequence_id, layer), part, moved)
+            if geometry.keeps_tokens and first < num_tokens:
+                yield layer, span(kv, first, num_tokens - first, layer, 1)
 
     def _all(self, sequence_id: int) -> list[list[int]]:
         return [self.tables[sequence_id], *self._others.get(sequence_id, [])]

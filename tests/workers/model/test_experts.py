@@ -3,9 +3,11 @@ on CPUs, too, and by our kernel, which Triton interprets here.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from tandem.tests.tiny import ROUTED, make_tiny_model
 from tandem.tests.tiny_quantized import FP8, make_quantized_model
@@ -154,6 +156,29 @@ def test_weights_in_fp8(dtype: str, group: int) -> None:
     assert (by_place - expected.flatten(0, 1)).norm() <= tolerance * expected.norm()
     of_rows = grouped_linear(x[rows.order // 2], *arguments, from_tokens=False)
     assert torch.equal(of_rows, by_place)
+
+
+def test_the_kernel_reads_its_operands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in programs without rows: the launch has the largest number of tiles."""
+    builder = interpreter.interpreter_builder
+    load_masked = builder.create_masked_load
+    addresses: list[int] = []
+
+    def load_recorded(pointers: Any, mask: Any, *rest: Any) -> Any:
+        addresses.extend(pointers.data[mask.data].tolist())
+        return load_masked(pointers, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", load_recorded)
+    rows = ExpertRows.sort(torch.tensor([[0], [0], [2]]), 3)
+    x, weight, bias = torch.randn(3, 64), torch.randn(3, 80, 64), torch.randn(3, 80)
+    grouped_linear(x, weight, None, bias, rows.order, rows.ends, 1, from_tokens=True)
+    places = {
+        address
+        for each in (x, weight, bias, rows.order, rows.ends)
+        for address in range(each.data_ptr(), each.data_ptr() + each.nbytes, each.itemsize)
+    }
+    assert addresses
+    assert places.issuperset(addresses)
 
 
 def test_a_checkpoint_in_fp8_is_multiplied_as_its_dequantised_weights(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tandem.tests.tiny import FAMILIES, ROUTED, STATEFUL, tiny_config
@@ -15,10 +16,13 @@ from tandem.tests.workers.model.fake_cuda import HostSync, Watch, WrongDevice, f
 from tandem.tests.workers.model.helpers import GREEDY, Driver, prompt
 from tandem.tests.workers.spans import as_table, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
-from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout
+from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout, LayerGeometry
 from tandem.workers.model import adapter, graphs
 from tandem.workers.model.adapter import AdapterTable, random_adapter
+from tandem.workers.model.attention.backend import PLAIN, AttentionOptions
 from tandem.workers.model.config import Fields, ModelConfig
+from tandem.workers.model.generic import attention
+from tandem.workers.model.generic.attention import PagedLayers, TracedLayer
 from tandem.workers.model.kernels.triton.elementwise import rms_norm
 from tandem.workers.model.kv import store as kv_store
 from tandem.workers.model.kv.store import HostBlocks, PagedKv
@@ -26,6 +30,7 @@ from tandem.workers.model.layers.experts import RoutedExperts
 from tandem.workers.model.layers.linear import RowParallelLinear
 from tandem.workers.model.loader import build_model, load_weights, rank_weight_bytes
 from tandem.workers.model.module import all_parameters
+from tandem.workers.model.parallel import TensorParallel
 from tandem.workers.model.quant.int4 import FEW_ROWS, Int4LinearMethod
 from tandem.workers.model.quant.scaled import ScaledLinearMethod
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
@@ -143,27 +148,53 @@ def config_of(family: str, **overrides: Any) -> ModelConfig:
     )
 
 
+class FakeGroup:
+    """Stands for a group of two ranks; the other one has the same numbers."""
+
+    rank = 0
+    size = 2
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x, x]
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def load(
     watch: Watch,
     config: ModelConfig,
     *,
+    group: FakeGroup | None = None,
     batch_invariant: bool = False,
     num_host_blocks: int = 0,
     cache_dtype: str = "auto",
 ) -> ModelRunner:
     """Builds a runner in bfloat16 without numbers."""
     build = real(build_model)
+    tp = TensorParallel(group)
     with watch.loading():
-        model = build(config, torch.bfloat16, batch_invariant=batch_invariant, device_type="cuda")
+        model = build(
+            config, torch.bfloat16, tp, batch_invariant=batch_invariant, device_type="cuda"
+        )
         load_weights(model, lambda part, target: None, CUDA)
         layout = KvLayout(layers=config.layers, dtype="bfloat16", model="", cache_dtype=cache_dtype)
-        kv = PagedKv(layout, num_blocks=128, block_size=16, device=CUDA)
+        kv = PagedKv(layout, num_blocks=128, block_size=16, device=CUDA, tp=tp.size, rank=tp.rank)
         adapters = AdapterTable(
             model.lora, dtype=torch.bfloat16, device=CUDA, batch_invariant=batch_invariant
         )
         host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
         return ModelRunner(
-            config, model, kv, adapters=adapters, host=host, batch_invariant=batch_invariant
+            config,
+            model,
+            kv,
+            adapters=adapters,
+            host=host,
+            group=group,
+            batch_invariant=batch_invariant,
         )
 
 
@@ -211,6 +242,40 @@ def test_families(watch: Watch, family: str) -> None:
     run_steps(runner, *kinds)
     assert runner.num_graph_replays() == 2
     assert {"_decode_kernel", "_chunk_kernel", "_store_kv_kernel"} <= watch.launched
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(STATEFUL)))
+def test_families_over_two_ranks(watch: Watch, family: str) -> None:
+    runner = load(watch, config_of(family), group=FakeGroup())
+    runner.capture_graphs(record, (2,))
+    run_steps(runner, GREEDY, GREEDY)
+    assert runner.num_graph_replays() == 2
+
+
+def test_heads_that_transformers_does_not_split(watch: Watch) -> None:
+    """Each rank attends for its part."""
+    module = nn.Identity()
+    geometry = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=8)
+    traced = TracedLayer(module=module, geometry=geometry)
+    layers = PagedLayers([traced], TensorParallel(FakeGroup()))
+    query, key = (torch.empty(1, num_heads, 5, 8, device=CUDA) for num_heads in (4, 2))
+
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
+        assert key is not None
+        assert (query.shape, key.shape) == ((5, 2, 8), (5, 1, 8))
+        return query.flatten(1)
+
+    with watch.loading():
+        layers.process_after_load(CUDA)
+    with layers.step(attend, None):
+        result, _ = attention._attend(module, query, key, key, None)
+    assert result.shape == (1, 5, 4, 8)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

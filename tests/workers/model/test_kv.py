@@ -3,15 +3,19 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.tests.workers.spans import as_table, read_now, span
-from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry
+from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout, KvSpan, LayerGeometry
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.kv import allocate, host
 from tandem.workers.model.kv.store import PagedKv
+from tandem.workers.model.runner import ModelRunner
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 
@@ -43,6 +47,42 @@ def store(
         torch.manual_seed(seed)
         kv.data.view(torch.uint8).random_(0, 256)
     return kv
+
+
+async def check_kv_moves(source: ModelRunner, target: ModelRunner, whole: list[int]) -> None:
+    """Moves the KV cache of a prompt layer by layer; `whole` is the continuation on one runner.
+
+    As between workers, the first blocks of a layer with a window are not moved: their places in the
+    block table are empty.
+    """
+    prefill, decode = Driver(source), Driver(target, seed=4)
+    tokens = prefill.run(prefill.step(1, prompt(37), 0))
+    step = decode.step(1, tokens, 37)
+    for layer, part in prefill.needed_parts(37):
+        data = await source.kv.read(prefill.table(1, layer), part)
+        target.kv.write(decode.table(1, layer), part, data)
+        assert await target.kv.read(decode.table(1, layer), part) == data
+    tokens += decode.run(step)
+    while len(tokens) < len(whole):
+        tokens += decode.run(decode.step(1, tokens[-1:], 37 + len(tokens) - 1))
+    assert tokens == whole
+    prefill.drop(1)
+    decode.drop(1)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", *GPU_QUANTIZED])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+async def test_kv_cache_moves_between_runners_unchanged(
+    tmp_path: Path, family: str, cache_dtype: str
+) -> None:
+    """Without a window, with one in all layers, and with one in the first of two layers."""
+    folder = make_tiny_model(tmp_path, family)
+    large, small = (load(folder, block_size=size, cache_dtype=cache_dtype) for size in (16, 4))
+    driver = Driver(large)
+    whole = driver.generate(1, prompt(37), 10)
+    driver.drop(1)
+    for source, target in ((large, small), (small, large)):
+        await check_kv_moves(source, target, whole)
 
 
 def canonical(kv: PagedKv, blocks: list[int], span: KvSpan) -> bytes:

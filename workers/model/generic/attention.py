@@ -86,6 +86,7 @@ class PagedLayers:
         self._layers = {id(layer.module): (index, layer) for index, layer in enumerate(layers)}
         self._options: dict[int, AttentionOptions] = {}
         self._latents: dict[int, LatentHeads] = {}
+        self._slots: dict[int, torch.Tensor] = {}
         self._mixers = {
             index: Mixer(index, layer.geometry.states)
             for index, layer in enumerate(layers)
@@ -93,9 +94,15 @@ class PagedLayers:
         }
         self._group_size = -(-len(layers) // _NUM_LAYER_GROUPS)
 
-    def process_after_load(self) -> None:
-        """Takes the weights of latent layers that multiply queries and results."""
+    def process_after_load(self, device: torch.device) -> None:
+        """Takes the weights of latent layers that multiply queries and results.
+
+        Puts the numbers of the rank's KV heads on the device, because a copy in a step would wait.
+        """
         for index, layer in self._layers.values():
+            if self._tp.size > 1:
+                slots = self._tp.kv_heads(layer.geometry)
+                self._slots[index] = torch.tensor(slots, dtype=torch.int64, device=device)
             if layer.geometry.value_dim is not None:
                 heads = self._tp.query_heads(layer.geometry)
                 self._latents[index] = LatentHeads(layer.module, layer.geometry.num_heads, heads)
@@ -140,7 +147,7 @@ class PagedLayers:
         # If the plan does not split the projections, each rank attends for its part of the heads.
         is_whole = self._tp.size > 1 and query.shape[1] == layer.num_heads
         if is_whole:
-            slots = list(self._tp.kv_heads(layer))
+            slots = self._slots[index]
             query = query[:, self._tp.query_heads(layer)]
             key = key[:, slots]
             value = value[:, slots]

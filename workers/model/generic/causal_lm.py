@@ -203,7 +203,7 @@ class TransformersForCausalLM(CausalLM):
             if self._plan.is_split(target) and not self._plan.is_split(source):
                 part = self._plan.cut(target, model.get_parameter(source).data)
                 set_tensor(model, target, part)
-        self._layers.process_after_load()
+        self._layers.process_after_load(device)
         use_kernels(model, self._dtype, self._plan)
         use_packed_experts(model)
         methods = {source.name: source.method for source in self.linears}

@@ -23,28 +23,39 @@ class Olmo2HeadNorm(RMSNorm):
     """Normalizes by the root mean square over the heads of all ranks."""
 
     def __init__(
-        self, name: str, size: int, epsilon: float, build: BuildOptions, parts: Sequence[slice]
+        self,
+        name: str,
+        size: int,
+        epsilon: float,
+        build: BuildOptions,
+        parts: Sequence[slice],
+        copies: Sequence[int],
     ) -> None:
-        """Takes `parts`: the slices of the weight [size] that this rank keeps, in order."""
+        """Takes `parts`: the slices of the weight [size] that this rank keeps, in order.
+
+        `copies` has for each head of this rank the number of its copies on all ranks.
+        """
         super().__init__(name, size, epsilon, build.dtype)
         self.weight = Parameter(
             *(WeightSlice(f"{name}.weight", (size,), (part,)) for part in parts), dtype=build.dtype
         )
         self._tp = build.tp
         self._size = size
+        self._copies = copies
 
-    def normalise(self, heads: torch.Tensor, copies: Sequence[int]) -> torch.Tensor:
-        """Maps this rank's heads [num_tokens, num_heads, head_dim] to the same shape.
+    def process_after_load(self) -> None:
+        """Puts the shares of the heads on the device, because a copy in a step would wait."""
+        super().process_after_load()
+        self._shares = 1.0 / torch.tensor(self._copies, device=self.weight.data.device)
 
-        `copies` has for each head the number of copies on all ranks.
-        """
+    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
+        """Maps this rank's heads [num_tokens, num_heads, head_dim] to the same shape."""
         num_tokens, num_heads, dim = heads.shape
         if self._tp.size == 1:
             return self(heads.view(num_tokens, num_heads * dim)).view(heads.shape)
         wide = heads.float()
-        shares = 1.0 / torch.tensor(copies, device=heads.device)
         total = self._tp.all_reduce(
-            (wide.square().sum(-1) * shares).sum(-1, keepdim=True)
+            (wide.square().sum(-1) * self._shares).sum(-1, keepdim=True)
         )  # [num_tokens, 1]
         scale = torch.rsqrt(total / self._size + self._epsilon)[:, :, None]
         return self.weight.data.view(num_heads, dim) * (wide * scale).to(heads.dtype)
@@ -61,23 +72,31 @@ class Olmo2Attention(LlamaAttention):
         dim = layer.head_dim
         queries = tp.query_heads(layer)
         keys = tp.kv_heads(layer)
-        self._copies = [1] * (queries.stop - queries.start), tp.kv_copies(layer)
         query_part = [slice(queries.start * dim, queries.stop * dim)]
         key_parts = [slice(head * dim, (head + 1) * dim) for head in keys]
         self.q_norm = Olmo2HeadNorm(
-            f"{prefix}.q_norm", layer.num_heads * dim, epsilon, build, query_part
+            f"{prefix}.q_norm",
+            layer.num_heads * dim,
+            epsilon,
+            build,
+            query_part,
+            [1] * (queries.stop - queries.start),
         )
         self.k_norm = Olmo2HeadNorm(
-            f"{prefix}.k_norm", layer.num_kv_heads * dim, epsilon, build, key_parts
+            f"{prefix}.k_norm",
+            layer.num_kv_heads * dim,
+            epsilon,
+            build,
+            key_parts,
+            tp.kv_copies(layer),
         )
 
     def rotate(
         self, query_key: torch.Tensor, rotary: CosSin | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key = torch.split(query_key, self._head_counts, dim=1)
-        query_copies, key_copies = self._copies
-        query = self.q_norm.normalise(query, query_copies)
-        key = self.k_norm.normalise(key, key_copies)
+        query = self.q_norm.normalise(query)
+        key = self.k_norm.normalise(key)
         return (apply_rotary(query, rotary), apply_rotary(key, rotary)) if rotary else (query, key)
 
 

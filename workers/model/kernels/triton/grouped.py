@@ -96,7 +96,8 @@ def _grouped_kernel(
         else:
             sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
     if HAS_BIAS:
-        sums += tl.load(bias + output, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        has_bias = column < tl.where(expert < num_experts, num_outputs, 0)
+        sums += tl.load(bias + output, mask=has_bias, other=0.0).to(tl.float32)[None, :]
     written = is_row[:, None] & is_column[None, :]
     tl.store(out + target[:, None] * num_outputs + column[None, :], sums, mask=written)
 
