@@ -16,7 +16,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend import template as templates
 from tandem.router.frontend.chat import check_chat
 from tandem.router.frontend.child_process import ChildProcess
-from tandem.router.frontend.template_process import arrange
+from tandem.router.frontend.messages.turns import arrange
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_chat import MODES, WEATHER, chat, tool
 from tandem.tests.tiny_tokenizer import make_tokenizer

@@ -1,0 +1,106 @@
+"""Changes the calls of a chat to forms that chat templates take.
+
+Some templates refuse calls as this service makes them: with long ids, several in a message, or
+beside both text and reasoning.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Final
+
+from .turns import BETWEEN, Message
+
+MARK: Final = "tandem-content-mark"
+"""The begin of contents of chats that try templates; no template writes this text by itself."""
+
+SOME_ID: Final = "call00000"
+"""The id of a call that every template takes."""
+
+_SHORT_ID: Final = re.compile(r"[a-zA-Z0-9]{9}")  # of a call, as Mistral's templates demand it
+_LONG_ID: Final = "call_0123456789abcdef01234567"  # as this service makes ids
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have ids of nine characters, the same for the same id."""
+
+    def short(long: str) -> str:
+        return long if _SHORT_ID.fullmatch(long) else sha256(long.encode()).hexdigest()[:9]
+
+    found = []
+    for message in messages:
+        changed = dict(message)
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = short(message["tool_call_id"])
+        if "tool_calls" in message:
+            calls = [call | {"id": short(call["id"])} for call in message["tool_calls"]]
+            changed["tool_calls"] = calls
+        found.append(changed)
+    return found
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages with at most one call; the results of a call follow it."""
+    found: list[Message] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        for number, call in enumerate(calls):
+            first = {"role": message["role"], "content": ""} if number else message
+            found.append(first | {"tool_calls": [call]})
+            found += [each for each in results if each.get("tool_call_id") == call["id"]]
+            results = [each for each in results if each.get("tool_call_id") != call["id"]]
+        found += results
+    return found
+
+
+def _with_text_in_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have no text beside reasoning; the text ends the reasoning."""
+    found = []
+    for message in messages:
+        if {"tool_calls", "thinking"} <= message.keys() and message["content"]:
+            thought = BETWEEN.join((message["thinking"], message["content"]))
+            told = {"content": "", "thinking": thought, "reasoning_content": thought}
+            found.append(message | told)
+        else:
+            found.append(message)
+    return found
+
+
+def calling(*ids: str, **fields: str) -> list[Message]:
+    """Returns a chat whose assistant calls tools with these ids, and the results."""
+    calls = [
+        {"id": each, "type": "function", "function": {"name": f"look{i}", "arguments": {}}}
+        for i, each in enumerate(ids)
+    ]
+    return [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": calls} | fields,
+        *(
+            {"role": "tool", "tool_call_id": each, "name": f"look{i}", "content": f"{MARK}-{i};"}
+            for i, each in enumerate(ids)
+        ),
+    ]
+
+
+CallForm = Callable[[Sequence[Message]], list[Message]]
+
+CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
+    _with_short_ids: calling(_LONG_ID),
+    _with_single_calls: calling(SOME_ID, "call00001"),
+    _with_text_in_reasoning: calling(
+        SOME_ID, content=f"{MARK}-text;", thinking="x", reasoning_content="x"
+    ),
+}
+"""By change of a chat's calls: the chat that a template writes only after this change.
+
+Mistral's templates demand short ids, Llama's single calls, and gpt-oss's no text beside reasoning.
+"""
