@@ -15,7 +15,7 @@ import psutil
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .messages.calls import CALL_FORMS, MARK, SOME_ID, CallForm, calling
+from .messages.calls import CALL_FORMS, MARK, SOME_ID, CallForm, calling, with_results_in_order
 from .messages.turns import Message, arrange
 from .template import REFUSAL
 
@@ -81,6 +81,7 @@ def _with_fitting_calls(
 ) -> Sequence[Message]:
     """Returns the messages of a chat with calls in a form that a template writes."""
     if any("tool_calls" in message for message in messages):
+        messages = with_results_in_order(messages)
         for change in CALL_FORMS:
             if _needs(source, tokens, change):
                 messages = change(messages)

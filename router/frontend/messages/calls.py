@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from itertools import groupby
 from typing import Final
 
 from .turns import BETWEEN, Message
@@ -20,6 +21,23 @@ SOME_ID: Final = "call00000"
 
 _SHORT_ID: Final = re.compile(r"[a-zA-Z0-9]{9}")  # of a call, as Mistral's templates demand it
 _LONG_ID: Final = "call_0123456789abcdef01234567"  # as this service makes ids
+
+
+def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages with the results of calls in the order of the calls.
+
+    Many templates write neither the id nor the name of a result: the model knows it by its place.
+    """
+    found: list[Message] = []
+    places: dict[str, int] = {}  # of the last calls, by id
+    for is_result, group in groupby(messages, lambda each: bool(each["role"] == "tool")):
+        together = list(group)
+        if is_result:
+            together.sort(key=lambda each: places.get(each.get("tool_call_id", ""), len(places)))
+        for calls in (each["tool_calls"] for each in together if "tool_calls" in each):
+            places = {call["id"]: i for i, call in enumerate(calls)}
+        found += together
+    return found
 
 
 def _with_short_ids(messages: Sequence[Message]) -> list[Message]:

@@ -303,7 +303,7 @@ def called(*ids: str, **fields: str) -> list[dict[str, Any]]:
     [
         (
             ANY_CALLS,
-            "[user] a|[assistant] (t)bf0#i0f1#i1|[tool] of i1#i1|[tool] of i0#i0|[tool] c#other|"
+            "[user] a|[assistant] (t)bf0#i0f1#i1|[tool] of i0#i0|[tool] of i1#i1|[tool] c#other|"
             "[user] d|",
         ),
         (
@@ -314,7 +314,7 @@ def called(*ids: str, **fields: str) -> list[dict[str, Any]]:
         *(
             (
                 THOUGHT_ONLY + end,
-                "[user] a|[assistant] (t\n\nb)f0#i0f1#i1|[tool] of i1#i1|[tool] of i0#i0|"
+                "[user] a|[assistant] (t\n\nb)f0#i0f1#i1|[tool] of i0#i0|[tool] of i1#i1|"
                 f"[tool] c#other|[user] d|{end}",
             )
             for end in ("", ".")
@@ -329,12 +329,22 @@ def test_calls_are_written_in_the_form_that_a_template_takes(
     assert render(renderer, template, {"conversations": [given]}) == expected
 
 
+def test_results_are_in_the_order_of_their_calls_in_each_turn(renderer: ChildProcess) -> None:
+    """A template that writes no ids would give a result to another call."""
+    first, second = called("i0", "i1"), called("i2", "i0", "i1")
+    second[1]["content"] = "e"
+    found = render(renderer, ANY_CALLS, {"conversations": [[*first, *second, message("tool:f")]]})
+    results = [each for each in found.split("|") if each.startswith("[tool]")]
+    ids = [each.partition("#")[2] for each in results]
+    assert ids == ["i0", "i1", "other", "i2", "i0", "i1", "other", ""]
+
+
 def test_ids_of_calls_are_as_short_as_a_template_demands(renderer: ChildProcess) -> None:
     given = called("call_0123456789abcdef01234567", "toolu_1", "abcDEF123")
     found = render(renderer, SHORT_IDS, {"conversations": [given]})
     _, calls, *results, _, _, _ = found.split("|")
     ids = [each[:9] for each in calls.split("#")[1:]]
-    assert [each.rpartition("#")[2] for each in results] == ids[::-1]
+    assert [each.rpartition("#")[2] for each in results] == ids
     assert (len({*ids}), ids[2]) == (3, "abcDEF123")
     assert all(each.isalnum() for each in ids)
     assert render(renderer, SHORT_IDS, {"conversations": [given]}) == found
