@@ -82,24 +82,28 @@ def _with_fitting_calls(
     """Returns the messages of a chat with calls in a form that a template writes."""
     if any("tool_calls" in message for message in messages):
         messages = with_results_in_order(messages)
-        for change in CALL_FORMS:
-            if _needs(source, tokens, change):
-                messages = change(messages)
+        for change in _needed_changes(source, tokens):
+            messages = change(messages)
     return messages
 
 
 @lru_cache(_MAX_TRIED)
-def _needs(source: str, tokens: Tokens, change: CallForm) -> bool:
-    """Returns True if a template writes calls only after a change of their form."""
-    chat = CALL_FORMS[change]
-    contents = [each["content"] for each in chat if MARK in each["content"]]
-    names = [call["function"]["name"] for each in chat for call in each.get("tool_calls", ())]
+def _needed_changes(source: str, tokens: Tokens) -> tuple[CallForm, ...]:
+    """Returns the changes of their form without which a template does not write calls."""
 
-    def shows(messages: Sequence[Message]) -> bool:
+    def shows(messages: Sequence[Message], texts: Sequence[str]) -> bool:
         text = _try(source, tokens, _in_form(source, tokens, messages))
-        return all(each in text for each in (*contents, *names))
+        return all(each in text for each in texts)
 
-    return not shows(chat) and shows(change(chat))
+    needed: list[CallForm] = []
+    for change, chat in CALL_FORMS.items():
+        texts = [each["content"] for each in chat if MARK in each["content"]]
+        texts += [call["function"]["name"] for each in chat for call in each.get("tool_calls", ())]
+        for earlier in needed:
+            chat = earlier(chat)
+        if not shows(chat, texts) and shows(change(chat), texts):
+            needed.append(change)
+    return tuple(needed)
 
 
 def _in_form(source: str, tokens: Tokens, messages: Sequence[Message]) -> list[Message]:

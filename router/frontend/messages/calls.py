@@ -1,7 +1,7 @@
 """Changes the calls of a chat to forms that chat templates take.
 
-Some templates refuse calls as this service makes them: with long ids, several in a message, or
-beside both text and reasoning.
+Some templates refuse calls as this service makes them: with long ids, several in a message, beside
+both text and reasoning, or with results that have no names.
 """
 
 import re
@@ -19,6 +19,7 @@ MARK: Final = "tandem-content-mark"
 SOME_ID: Final = "call00000"
 """The id of a call that every template takes."""
 
+_UNKNOWN_NAME: Final = "unknown"  # of the result of a call that the chat does not have
 _SHORT_ID: Final = re.compile(r"[a-zA-Z0-9]{9}")  # of a call, as Mistral's templates demand it
 _LONG_ID: Final = "call_0123456789abcdef01234567"  # as this service makes ids
 
@@ -37,6 +38,18 @@ def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
         for calls in (each["tool_calls"] for each in together if "tool_calls" in each):
             places = {call["id"]: i for i, call in enumerate(calls)}
         found += together
+    return found
+
+
+def _with_names(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose results have the names of their calls, unless they have a name."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        name = names.get(message.get("tool_call_id", ""), _UNKNOWN_NAME)
+        found.append({"name": name} | message if message["role"] == "tool" else message)
     return found
 
 
@@ -103,7 +116,7 @@ def calling(*ids: str, **fields: str) -> list[Message]:
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": calls} | fields,
         *(
-            {"role": "tool", "tool_call_id": each, "name": f"look{i}", "content": f"{MARK}-{i};"}
+            {"role": "tool", "tool_call_id": each, "content": f"{MARK}-{i};"}
             for i, each in enumerate(ids)
         ),
     ]
@@ -112,6 +125,7 @@ def calling(*ids: str, **fields: str) -> list[Message]:
 CallForm = Callable[[Sequence[Message]], list[Message]]
 
 CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
+    _with_names: calling(SOME_ID),
     _with_short_ids: calling(_LONG_ID),
     _with_single_calls: calling(SOME_ID, "call00001"),
     _with_text_in_reasoning: calling(
@@ -120,5 +134,7 @@ CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
 }
 """By change of a chat's calls: the chat that a template writes only after this change.
 
-Mistral's templates demand short ids, Llama's single calls, and gpt-oss's no text beside reasoning.
+FunctionGemma's template demands names, Mistral's templates short ids, Llama's single calls, and
+gpt-oss's no text beside reasoning. A change is tried after those before it. No change is made
+without need: Kimi K2's template writes the name of a result in place of its role.
 """

@@ -280,6 +280,11 @@ SINGLE_CALLS = CALLING.replace(
 THOUGHT_ONLY = CALLING.replace(
     "CHECK", f"{{% if m.content and m.thinking %}}{REFUSED}{{% endif %}}"
 )
+NAMED_RESULTS = (
+    f"{{% for m in messages if m.role == 'tool' and not m.name %}}{REFUSED}{{% endfor %}}"
+    "{% for m in messages %}[{{ m.name or m.role }}] {{ m.content }}"
+    "{% for c in m.tool_calls %}CHECK{{ c.function.name }}{% endfor %}|{% endfor %}"
+)
 ANY_CALLS = CALLING.replace("CHECK", "")
 
 
@@ -327,6 +332,23 @@ def test_calls_are_written_in_the_form_that_a_template_takes(
     """A template that refuses the answer of its own model would end the conversation."""
     given = called("i0", "i1", thinking="t", reasoning_content="t")
     assert render(renderer, template, {"conversations": [given]}) == expected
+
+
+@pytest.mark.parametrize("refused", ["", "c.id|length != 9", "m.tool_calls|length != 1"])
+def test_results_have_names_only_where_a_template_demands_them(
+    renderer: ChildProcess, refused: str
+) -> None:
+    """Clients of OpenAI and Anthropic send none. A template may write a name as the role."""
+    check = f"{{% if {refused} %}}{REFUSED}{{% endif %}}" if refused else ""
+    template = NAMED_RESULTS.replace("CHECK", check)
+    given = called("i0", "i1")
+    given[2]["name"] = "given"  # of the result of i1
+    found = render(renderer, template, {"conversations": [given]})
+    between = "|" if "length != 1" not in refused else "|[assistant] f1|"
+    for part in ("|[f0] of i0|", f"{between}[given] of i1|[unknown] c|"):
+        assert part in found
+    free = template.replace(REFUSED, "")
+    assert "|[tool] of i0|" in render(renderer, free, {"conversations": [given]})
 
 
 def test_results_are_in_the_order_of_their_calls_in_each_turn(renderer: ChildProcess) -> None:
