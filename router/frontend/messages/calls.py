@@ -1,9 +1,10 @@
 """Changes the calls of a chat to forms that chat templates take.
 
 Some templates refuse calls as this service makes them: with long ids, several in a message, beside
-both text and reasoning, or with results that have no names.
+both text and reasoning, with arguments that are no text, or with results that have no names.
 """
 
+import json
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,32 @@ def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
             places = {call["id"]: i for i, call in enumerate(calls)}
         found += together
     return found
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have arguments as a text of JSON."""
+
+    def changed(call: Message) -> Message:
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            return call
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return call | {"function": function | {"arguments": text}}
+
+    return [
+        message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_arguments_alone(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages as `_with_text_arguments`, and None for an empty content beside calls."""
+    return [
+        message | {"content": message["content"] or None} if "tool_calls" in message else message
+        for message in _with_text_arguments(messages)
+    ]
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:
@@ -125,6 +152,8 @@ def calling(*ids: str, **fields: str) -> list[Message]:
 CallForm = Callable[[Sequence[Message]], list[Message]]
 
 CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
+    _with_text_arguments: calling(SOME_ID),
+    _with_arguments_alone: calling(SOME_ID),
     _with_names: calling(SOME_ID),
     _with_short_ids: calling(_LONG_ID),
     _with_single_calls: calling(SOME_ID, "call00001"),
@@ -134,7 +163,9 @@ CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
 }
 """By change of a chat's calls: the chat that a template writes only after this change.
 
-FunctionGemma's template demands names, Mistral's templates short ids, Llama's single calls, and
-gpt-oss's no text beside reasoning. A change is tried after those before it. No change is made
-without need: Kimi K2's template writes the name of a result in place of its role.
+DeepSeek's and Apertus's templates demand arguments as text; those of DeepSeek's distilled models
+write calls only without a content. FunctionGemma's template demands names, Mistral's templates
+short ids, Llama's single calls, and gpt-oss's no text beside reasoning. A change is tried after
+those before it. No change is made without need: Kimi K2's template writes the name of a result in
+place of its role.
 """

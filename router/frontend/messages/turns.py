@@ -87,4 +87,7 @@ def _without_repeats(
 
 
 def _joined(found: Sequence[_MessageTexts]) -> list[Message]:
-    return [message | {"content": BETWEEN.join(filter(None, texts))} for message, texts in found]
+    return [
+        message | {"content": BETWEEN.join(filter(None, texts))} if len(texts) > 1 else message
+        for message, texts in found
+    ]

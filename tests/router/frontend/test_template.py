@@ -280,6 +280,14 @@ SINGLE_CALLS = CALLING.replace(
 THOUGHT_ONLY = CALLING.replace(
     "CHECK", f"{{% if m.content and m.thinking %}}{REFUSED}{{% endif %}}"
 )
+TEXT_ARGUMENTS = CALLING.replace("CHECK", "{{ c.function.arguments + ';' }}")
+"""As Apertus."""
+ARGUMENTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}] {% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}|"
+    "{% endfor %}"
+)
+"""As the models that DeepSeek distilled."""
 NAMED_RESULTS = (
     f"{{% for m in messages if m.role == 'tool' and not m.name %}}{REFUSED}{{% endfor %}}"
     "{% for m in messages %}[{{ m.name or m.role }}] {{ m.content }}"
@@ -332,6 +340,31 @@ def test_calls_are_written_in_the_form_that_a_template_takes(
     """A template that refuses the answer of its own model would end the conversation."""
     given = called("i0", "i1", thinking="t", reasoning_content="t")
     assert render(renderer, template, {"conversations": [given]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TEXT_ARGUMENTS, '[assistant] {"x": "ö<"};f0#i0|[tool] of i0#i0|'),
+        (ARGUMENTS_ALONE, '[assistant] f0{"x": "ö<"}|[tool] of i0|'),
+        (ANY_CALLS, "[assistant] f0#i0|[tool] of i0#i0|"),
+        (
+            ANY_CALLS.replace("m.content }}", "m.content }}{% if m.content is none %}!{% endif %}"),
+            "[assistant] f0#i0|[tool] of i0#i0|",
+        ),
+    ],
+)
+def test_arguments_are_text_where_a_template_demands_it(
+    renderer: ChildProcess, template: str, expected: str
+) -> None:
+    given = called("i0", content="")
+    (call,) = given[1]["tool_calls"]
+    call["function"]["arguments"] = {"x": "ö<"}
+    assert expected in render(renderer, template, {"conversations": [given]})
+    call["function"]["arguments"] = "no JSON"
+    given[0]["role"] = given[-1]["role"] = "system"
+    found = render(renderer, template, {"conversations": [given]})
+    assert ("no JSON" in found) is ("arguments" in template)
 
 
 @pytest.mark.parametrize("refused", ["", "c.id|length != 9", "m.tool_calls|length != 1"])
