@@ -9,6 +9,7 @@ import json
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final
 
 import psutil
@@ -127,10 +128,22 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(_MAX_TRIED)
 def _shows(source: str, tokens: Tokens, roles: tuple[str, ...]) -> bool:
-    """Returns True if a template writes each message of a chat with these roles."""
-    messages = [{"role": role, "content": f"{MARK}-{i};"} for i, role in enumerate(roles)]
-    text = _try(source, tokens, _in_form(source, tokens, messages))
-    return all(each["content"] in text for each in messages)
+    """Returns True if a template writes each message of a chat with these roles.
+
+    A message before the result of a call has the call.
+    """
+    messages: list[Message] = [
+        {"role": role, "content": f"{MARK}-{i};"} for i, role in enumerate(roles)
+    ]
+    for message, result in pairwise(messages):
+        if result["role"] == "tool":
+            _, call, _ = calling(SOME_ID)
+            message.update(call)
+            result["tool_call_id"] = SOME_ID
+    contents = [each["content"] for each in messages]
+    changed = _with_fitting_calls(source, tokens, messages)
+    text = _try(source, tokens, _in_form(source, tokens, changed))
+    return all(content in text for content in contents)
 
 
 @lru_cache(_MAX_TRIED)

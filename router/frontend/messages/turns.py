@@ -1,9 +1,10 @@
 """Merges messages that a chat template refuses or leaves out at their places.
 
-Some templates know no system message after the first one, or no two messages of a role in a row.
+Some templates know no system message after the first one, no two messages of a role in a row, or no
+message of the user after the result of a call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 BETWEEN: Final = "\n\n"
@@ -18,6 +19,16 @@ _MessageTexts = tuple[Message, list[str]]
 _SYSTEM_ROLES: Final = ("system", "developer")
 _INPUT_ROLES: Final = ("user", "tool")
 
+_ROWS: Final[Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    ("user", "user"): (("user",), ("user", "user")),
+    ("assistant", "assistant"): (
+        ("user", "assistant", "user"),
+        ("user", "assistant", "assistant", "user"),
+    ),
+    ("tool", "user"): (("user", "assistant", "tool"), ("user", "assistant", "tool", "user")),
+}
+"""By the roles of two messages in a row: the roles of chats with them merged, and apart."""
+
 
 def arrange(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool]) -> list[Message]:
     """Returns the messages of a chat in a form that a template writes completely.
@@ -28,6 +39,7 @@ def arrange(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool
     - A later one is added to the user message or tool result before it, else to the next one. So
       the prompt keeps its order, and no text comes between a call and its result.
     - Messages of a role in a row become one.
+    - A message of the user after the result of a call is added to the result.
     """
     num_first = 0
     while num_first < len(messages) and messages[num_first]["role"] in _SYSTEM_ROLES:
@@ -68,18 +80,17 @@ def _fold(messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool])
 def _without_repeats(
     messages: Sequence[Message], shows: Callable[[tuple[str, ...]], bool]
 ) -> list[Message]:
-    """Merges messages of the user, and of the assistant, that the template does not repeat.
+    """Merges a message with the one before it if the template does not write their roles in a row.
 
     Calls end a message: their results follow.
     """
-    tried = {"user": ("user", "user"), "assistant": ("user", "assistant", "assistant", "user")}
     found: list[_MessageTexts] = []
     for message in messages:
         role, content = message["role"], message["content"]
         last, texts = found[-1] if found else ({}, [])
-        may_merge = last.get("role") == role and "tool_calls" not in last
-        if may_merge and role in tried and not shows(tried[role]):
-            found[-1] = (last | message, texts)
+        together, apart = _ROWS.get((last.get("role", ""), role), ((), ()))
+        if apart and "tool_calls" not in last and not shows(apart) and shows(together):
+            found[-1] = (last | message if last["role"] == role else last, texts)
             texts.append(content)
         else:
             found.append((message, [content]))

@@ -205,6 +205,21 @@ FIRST_ONLY = (
 """As gpt-oss, which leaves out later ones without a word."""
 ANYWHERE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}|{% endfor %}"
 
+COUNTED = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' or "
+    "(m.role == 'assistant' and not m.tool_calls) %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
+    "{% for c in m.tool_calls %}{% if c.id|length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    "{% endfor %}[{{ m.role }}] {{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}()"
+    "{% endfor %}|{% endfor %}"
+)
+"""As Mistral Nemo, whose count leaves out calls and their results."""
+NO_RESULTS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}{% if not loop.last and "
+    "messages[loop.index0 + 1].role == 'user' and m.role == 'user' %}{{ raise_exception('x') }}"
+    "{% endif %}[{{ m.role }}] {{ m.content }}|{% endif %}{% endfor %}"
+)
+
 CODEX = ("system:a", "developer:b", "user:c")
 CLAUDE_CODE = ("system:a", "user:b", "system:c", "assistant:d", "system:e", "user:f")
 
@@ -248,6 +263,21 @@ CLAUDE_CODE = ("system:a", "user:b", "system:c", "assistant:d", "system:e", "use
             "[user] a\n\nb|[assistant] c\n\nd|",
         ),
         (SYSTEM_FIRST, ("user:a", "user:b"), "[user] a|[user] b|"),
+        (
+            COUNTED,
+            ("user:a", "assistant:!", "tool:b", "user:c", "user:d", "assistant:e", "user:f"),
+            "[user] a|[assistant] look()|[tool] b\n\nc\n\nd|[assistant] e|[user] f|",
+        ),
+        (
+            ANYWHERE,
+            ("user:a", "assistant:!", "tool:b", "user:c"),
+            "[user] a|[assistant] |[tool] b|[user] c|",
+        ),
+        (
+            NO_RESULTS,
+            ("user:a", "assistant:!", "tool:b", "user:c"),
+            "[user] a|[assistant] |[user] c|",
+        ),
     ],
 )
 def test_messages_that_a_template_does_not_write_are_merged(
@@ -427,7 +457,8 @@ def test_merging_keeps_every_text_and_the_order_of_turns(
 
     def shows(tried: tuple[str, ...]) -> bool:
         if not {"system", "developer"} & set(tried):
-            return takes_repeats
+            in_turn = all(a != b for a, b in pairwise(tried)) and tried[-2:] != ("tool", "user")
+            return takes_repeats or in_turn
         return takes_first and len(tried) == 2
 
     found = arrange(messages, shows)
@@ -440,7 +471,8 @@ def test_merging_keeps_every_text_and_the_order_of_turns(
     assert all(each["role"] not in ("system", "developer") for each in found[1:])
     if not takes_repeats:
         pairs = pairwise(found)
-        assert not any(a["role"] == b["role"] in ("user", "assistant") for a, b in pairs)
+        roles_in_row = {(a["role"], b["role"]) for a, b in pairs}
+        assert not roles_in_row & {("user", "user"), ("assistant", "assistant"), ("tool", "user")}
     assert messages == [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
 
 
