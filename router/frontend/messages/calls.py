@@ -20,6 +20,9 @@ MARK: Final = "tandem-content-mark"
 SOME_ID: Final = "call00000"
 """The id of a call that every template takes."""
 
+REASONING_NAMES: Final = ("reasoning", "reasoning_content", "thinking")
+"""The fields under which templates look for the reasoning of a message."""
+
 _UNKNOWN_NAME: Final = "unknown"  # of the result of a call that the chat does not have
 _SHORT_ID: Final = re.compile(r"[a-zA-Z0-9]{9}")  # of a call, as Mistral's templates demand it
 _LONG_ID: Final = "call_0123456789abcdef01234567"  # as this service makes ids
@@ -126,8 +129,7 @@ def _with_text_in_reasoning(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if {"tool_calls", "thinking"} <= message.keys() and message["content"]:
             thought = BETWEEN.join((message["thinking"], message["content"]))
-            told = {"content": "", "thinking": thought, "reasoning_content": thought}
-            found.append(message | told)
+            found.append(message | {"content": ""} | dict.fromkeys(REASONING_NAMES, thought))
         else:
             found.append(message)
     return found
@@ -158,7 +160,7 @@ CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
     _with_short_ids: calling(_LONG_ID),
     _with_single_calls: calling(SOME_ID, "call00001"),
     _with_text_in_reasoning: calling(
-        SOME_ID, content=f"{MARK}-text;", thinking="x", reasoning_content="x"
+        SOME_ID, content=f"{MARK}-text;", **dict.fromkeys(REASONING_NAMES, "x")
     ),
 }
 """By change of a chat's calls: the chat that a template writes only after this change.

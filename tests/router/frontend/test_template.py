@@ -16,6 +16,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend import template as templates
 from tandem.router.frontend.chat import check_chat
 from tandem.router.frontend.child_process import ChildProcess
+from tandem.router.frontend.messages.calls import REASONING_NAMES
 from tandem.router.frontend.messages.turns import arrange
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_chat import MODES, WEATHER, chat, tool
@@ -356,11 +357,11 @@ def called(*ids: str, **fields: str) -> list[dict[str, Any]]:
         ),
         *(
             (
-                THOUGHT_ONLY + end,
+                THOUGHT_ONLY.replace("thinking", name),
                 "[user] a|[assistant] (t\n\nb)f0#i0f1#i1|[tool] of i0#i0|[tool] of i1#i1|"
-                f"[tool] c#other|[user] d|{end}",
+                "[tool] c#other|[user] d|",
             )
-            for end in ("", ".")
+            for name in REASONING_NAMES
         ),
     ],
 )
@@ -368,7 +369,7 @@ def test_calls_are_written_in_the_form_that_a_template_takes(
     renderer: ChildProcess, template: str, expected: str
 ) -> None:
     """A template that refuses the answer of its own model would end the conversation."""
-    given = called("i0", "i1", thinking="t", reasoning_content="t")
+    given = called("i0", "i1", **dict.fromkeys(REASONING_NAMES, "t"))
     assert render(renderer, template, {"conversations": [given]}) == expected
 
 
