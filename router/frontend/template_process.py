@@ -16,7 +16,15 @@ import psutil
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .messages.calls import CALL_FORMS, MARK, SOME_ID, CallForm, calling, with_results_in_order
+from .messages.calls import (
+    CALL_FORMS,
+    MARK,
+    SOME_ID,
+    CallForm,
+    calling,
+    with_results_in_order,
+    with_tools_in_system,
+)
 from .messages.turns import Message, arrange
 from .template import REFUSAL
 
@@ -26,6 +34,11 @@ _MAX_TRIED: Final = 64  # templates and roles for which a result is remembered
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _OTHER_ROLE: Final = "other"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": MARK, "description": "x", "parameters": {"type": "object"}},
+}
 
 Tokens = tuple[tuple[str, str], ...]
 """The names and texts of special tokens that templates get."""
@@ -70,11 +83,22 @@ def _fitting(variables: Mapping[str, Any]) -> dict[str, Any]:
         # A template that refuses any chat here may need variables of the client.
         return _shows(source, tokens, roles) or not _shows(source, tokens, ("user",))
 
-    conversations = [
-        _in_form(source, tokens, arrange(_with_fitting_calls(source, tokens, messages), shows))
-        for messages in variables["conversations"]
-    ]
-    return {**variables, "conversations": conversations}
+    def fitting(messages: Sequence[Message]) -> list[Message]:
+        messages = _with_fitting_calls(source, tokens, messages)
+        if variables.get("tools") and _needs_tools_in_system(source, tokens):
+            messages = with_tools_in_system(messages, variables["tools"])
+        return _in_form(source, tokens, arrange(messages, shows))
+
+    return {**variables, "conversations": [fitting(each) for each in variables["conversations"]]}
+
+
+@lru_cache(_MAX_TRIED)
+def _needs_tools_in_system(source: str, tokens: Tokens) -> bool:
+    """Returns True if a template writes tools only as a text of the system message."""
+    messages: list[Message] = [{"role": "user", "content": "x"}]
+    changed = with_tools_in_system(messages, [_TOOL])
+    written = _try(source, tokens, _in_form(source, tokens, messages), tools=[_TOOL])
+    return MARK not in written and MARK in _try(source, tokens, _in_form(source, tokens, changed))
 
 
 def _with_fitting_calls(
@@ -174,9 +198,9 @@ def _takes_parts(source: str, tokens: Tokens, role: str) -> bool:
     return False
 
 
-def _try(source: str, tokens: Tokens, conversation: list[Message]) -> str:
+def _try(source: str, tokens: Tokens, conversation: list[Message], **variables: Any) -> str:
     """Returns the text that a template writes for a chat; "" if it refuses the chat."""
-    variables: dict[str, Any] = {
+    variables |= {
         **dict(tokens),
         "conversations": [conversation],
         "chat_template": source,

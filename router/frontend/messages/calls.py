@@ -1,4 +1,4 @@
-"""Changes the calls of a chat to forms that chat templates take.
+"""Changes the calls and the tools of a chat to forms that chat templates take.
 
 Some templates refuse calls as this service makes them: with long ids, several in a message, beside
 both text and reasoning, with arguments that are no text, or with results that have no names.
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 from .turns import BETWEEN, Message
 
@@ -43,6 +43,16 @@ def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
             places = {call["id"]: i for i, call in enumerate(calls)}
         found += together
     return found
+
+
+def with_tools_in_system(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[Message]:
+    """Returns messages whose first one is of the system and has the tools as a text of JSON."""
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages and messages[0]["role"] == "system":
+        return [messages[0] | {"tools": text}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": text}, *messages]
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:

@@ -415,6 +415,50 @@ def test_results_have_names_only_where_a_template_demands_them(
     assert "|[tool] of i0|" in render(renderer, free, {"conversations": [given]})
 
 
+IN_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and 'tools' in m and m.tools is not none %}"
+    "[system] {{ m.content }}<tools>{{ m.tools }}</tools>|{% else %}[{{ m.role }}] {{ m.content }}|"
+    "{% endif %}{% endfor %}"
+)
+"""As Phi-4-mini."""
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "expected"),
+    [
+        (IN_SYSTEM, ("user:a",), "[system] <tools>[TOOL]</tools>|[user] a|"),
+        (
+            IN_SYSTEM,
+            ("system:b", "user:a"),
+            "[system] b<tools>[TOOL]</tools>|[user] a|",
+        ),
+        (ANYWHERE + "{{ tools | tojson }}", ("user:a",), '[user] a|[{"function": TOOL}]'),
+        (ANYWHERE, ("user:a",), "[user] a|"),
+    ],
+)
+def test_a_template_gets_tools_in_the_form_that_it_takes(
+    renderer: ChildProcess, template: str, given: tuple[str, ...], expected: str
+) -> None:
+    messages = [message(each) for each in given]
+    function = {"name": "f", "description": "ö<", "parameters": {"type": "object"}}
+    variables = {"conversations": [messages], "tools": [{"function": function}]}
+    written = expected.replace("TOOL", json.dumps(function, ensure_ascii=False))
+    assert render(renderer, template, variables) == written
+    assert "tools" not in render(renderer, template, {**variables, "tools": None})
+
+
+@pytest.mark.parametrize(
+    ("template", "num_lines"),
+    [(ANYWHERE, 1), (IN_SYSTEM, 0), (QWEN, 0), ("{{ raise_exception('no day') }}", 0)],
+)
+async def test_a_template_that_writes_no_tools_is_in_the_log(
+    template: str, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    await byte_tokenizer(chat_template=template).wait_for_chats()
+    lines = [each for each in caplog.messages if "writes no tools" in each]
+    assert len(lines) == num_lines
+
+
 def test_results_are_in_the_order_of_their_calls_in_each_turn(renderer: ChildProcess) -> None:
     """A template that writes no ids would give a result to another call."""
     first, second = called("i0", "i1"), called("i2", "i0", "i1")
