@@ -114,7 +114,7 @@ ARROWS: dict[str, set[str]] = {
         "router.scheduling": ("router: fair_queue request",),
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
-        "router.frontend.messages": (),
+        "router.frontend.messages": ("router.frontend.chat_formats",),
         "router.frontend": (
             "router: auth fair_queue frontend.chat_formats frontend.messages pooling prompt_cache",
             "router: request resume slo stopping telemetry turns watermark",

@@ -8,7 +8,7 @@ chats, and messages that it does not write are changed (messages/). Knows nothin
 import json
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -16,12 +16,14 @@ import psutil
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .chat_formats import CALL_FORMATS, call_format
 from .messages.calls import (
     CALL_FORMS,
     MARK,
     SOME_ID,
     CallForm,
     calling,
+    with_calls_in_content,
     with_results_in_order,
     with_tools_in_system,
 )
@@ -120,8 +122,11 @@ def _needed_changes(source: str, tokens: Tokens) -> tuple[CallForm, ...]:
         text = _try(source, tokens, _in_form(source, tokens, messages))
         return all(each in text for each in texts)
 
+    forms = dict(CALL_FORMS)
+    if grammar := CALL_FORMATS[call_format(source)].grammar:
+        forms[partial(with_calls_in_content, grammar)] = calling(SOME_ID)
     needed: list[CallForm] = []
-    for change, chat in CALL_FORMS.items():
+    for change, chat in forms.items():
         texts = [each["content"] for each in chat if MARK in each["content"]]
         texts += [call["function"]["name"] for each in chat for call in each.get("tool_calls", ())]
         for earlier in needed:

@@ -9,9 +9,10 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Final
 
+from ..chat_formats import CallGrammar, grammar_texts
 from .turns import BETWEEN, Message
 
 MARK: Final = "tandem-content-mark"
@@ -60,10 +61,7 @@ def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
     def changed(call: Message) -> Message:
         function = call["function"]
-        if isinstance(function["arguments"], str):
-            return call
-        text = json.dumps(function["arguments"], ensure_ascii=False)
-        return call | {"function": function | {"arguments": text}}
+        return call | {"function": function | {"arguments": _arguments_text(call)}}
 
     return [
         message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
@@ -71,6 +69,11 @@ def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
+
+
+def _arguments_text(call: Message) -> str:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_arguments_alone(messages: Sequence[Message]) -> list[Message]:
@@ -90,6 +93,24 @@ def _with_names(messages: Sequence[Message]) -> list[Message]:
             names[call["id"]] = call["function"]["name"]
         name = names.get(message.get("tool_call_id", ""), _UNKNOWN_NAME)
         found.append({"name": name} | message if message["role"] == "tool" else message)
+    return found
+
+
+def _with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose calls have ids of their name and their number in the chat."""
+    new: dict[str, str] = {}
+    numbers = count()
+    found = []
+    for message in messages:
+        changed = dict(message)
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = new.get(message["tool_call_id"], message["tool_call_id"])
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            for call in calls:
+                new[call["id"]] = f"functions.{call['function']['name']}:{next(numbers)}"
+            changed["tool_calls"] = [call | {"id": new[call["id"]]} for call in calls]
+        found.append(changed)
     return found
 
 
@@ -145,6 +166,26 @@ def _with_text_in_reasoning(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
+def with_calls_in_content(grammar: CallGrammar, messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose content ends with their calls, as a grammar writes them."""
+
+    def text_of(call: Message) -> str:
+        name = call["function"]["name"]
+        before = grammar_texts((*grammar.open, *grammar.head), name)
+        after = grammar_texts((*grammar.tail, *grammar.close), name)
+        return "".join((*before, _arguments_text(call), *after))
+
+    found = []
+    for message in messages:
+        rest = {name: value for name, value in message.items() if name != "tool_calls"}
+        if calls := message.get("tool_calls", ()):
+            written = "".join(grammar.between or ()).join(map(text_of, calls))
+            text = "".join((*grammar.begin, written, *grammar.end))
+            rest["content"] = "\n".join(filter(None, (message["content"], text)))
+        found.append(rest)
+    return found
+
+
 def calling(*ids: str, **fields: str) -> list[Message]:
     """Returns a chat whose assistant calls tools with these ids, and the results."""
     calls = [
@@ -166,6 +207,7 @@ CallForm = Callable[[Sequence[Message]], list[Message]]
 CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
     _with_text_arguments: calling(SOME_ID),
     _with_arguments_alone: calling(SOME_ID),
+    _with_names_in_ids: calling(SOME_ID),
     _with_names: calling(SOME_ID),
     _with_short_ids: calling(_LONG_ID),
     _with_single_calls: calling(SOME_ID, "call00001"),
@@ -176,8 +218,8 @@ CALL_FORMS: Final[Mapping[CallForm, list[Message]]] = {
 """By change of a chat's calls: the chat that a template writes only after this change.
 
 DeepSeek's and Apertus's templates demand arguments as text; those of DeepSeek's distilled models
-write calls only without a content. FunctionGemma's template demands names, Mistral's templates
-short ids, Llama's single calls, and gpt-oss's no text beside reasoning. A change is tried after
-those before it. No change is made without need: Kimi K2's template writes the name of a result in
-place of its role.
+write calls only without a content. Kimi K2's template writes ids and no names of calls.
+FunctionGemma's template demands names of results, Mistral's templates short ids, Llama's single
+calls, and gpt-oss's no text beside reasoning. A change is tried after those before it. No change is
+made without need: Kimi K2's template writes the name of a result in place of its role.
 """

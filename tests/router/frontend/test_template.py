@@ -221,6 +221,7 @@ NO_RESULTS = (
     "{% endif %}[{{ m.role }}] {{ m.content }}|{% endif %}{% endfor %}"
 )
 
+CALL_TEXT = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 CODEX = ("system:a", "developer:b", "user:c")
 CLAUDE_CODE = ("system:a", "user:b", "system:c", "assistant:d", "system:e", "user:f")
 
@@ -272,7 +273,7 @@ CLAUDE_CODE = ("system:a", "user:b", "system:c", "assistant:d", "system:e", "use
         (
             ANYWHERE,
             ("user:a", "assistant:!", "tool:b", "user:c"),
-            "[user] a|[assistant] |[tool] b|[user] c|",
+            f"[user] a|[assistant] {CALL_TEXT}|[tool] b|[user] c|",
         ),
         (
             NO_RESULTS,
@@ -413,6 +414,51 @@ def test_results_have_names_only_where_a_template_demands_them(
         assert part in found
     free = template.replace(REFUSED, "")
     assert "|[tool] of i0|" in render(renderer, free, {"conversations": [given]})
+
+
+def test_ids_have_the_names_of_calls_where_a_template_writes_only_ids(
+    renderer: ChildProcess,
+) -> None:
+    """As Kimi K2's, which writes the name of a result in place of its role."""
+    template = (
+        "{% for m in messages %}[{{ m.name or m.role }}] {{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.id }};{% endfor %}{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}|"
+        "{% endfor %}"
+    )
+    given = [*called("i0", "i1"), *called("i0")]
+    assert render(renderer, template, {"conversations": [given]}) == (
+        "[user] a|[assistant] bfunctions.f0:0;functions.f1:1;|[tool] of i0#functions.f0:0|"
+        "[tool] of i1#functions.f1:1|[tool] c#other|[user] d|"
+        "[user] a|[assistant] bfunctions.f0:2;|[tool] of i0#functions.f0:2|[tool] c#other|[user] d|"
+    )
+
+
+CALLED_F = '{"name": "f0", "arguments": {}}', '{"name": "f1", "arguments": {"x": "ö"}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (ANYWHERE + "{# <|tool_call|> #}", f"b\n<|tool_call|>[{CALLED_F[0]}, {CALLED_F[1]}]"),
+        (
+            ANYWHERE + "{# <|/tool_call|> #}",
+            f"b\n<|tool_call|>[{CALLED_F[0]}, {CALLED_F[1]}]<|/tool_call|>",
+        ),
+        (
+            ANYWHERE,
+            f"b\n<tool_call>\n{CALLED_F[0]}\n</tool_call>\n<tool_call>\n{CALLED_F[1]}\n</tool_call>",
+        ),
+        (ANYWHERE + "{# <start_function_call> #}", "b"),  # its format has no grammar
+        (ANY_CALLS, "bf0#i0f1#i1"),
+    ],
+)
+def test_calls_that_a_template_leaves_out_are_text(
+    renderer: ChildProcess, template: str, expected: str
+) -> None:
+    given = called("i0", "i1")
+    given[1]["tool_calls"][1]["function"]["arguments"] = {"x": "ö"}
+    found = render(renderer, template, {"conversations": [given]})
+    assert f"|[assistant] {expected}|[tool] of i0" in found
 
 
 IN_SYSTEM = (
