@@ -67,6 +67,7 @@ class ChatFormat:
     markup: tuple[str, ...] = ()  # texts that may be special tokens; not part of the content
     fields: Mapping[str, Any] = field(default_factory=dict)  # of a response template
     grammar: CallGrammar | None = None  # None: calls cannot be demanded
+    ends_reasoning: str = ""  # the pattern of a call that ends the reasoning it is in; "": none
 
 
 _RAW: Final = {"content": "text", "content_args": {"strip": False}}
@@ -128,6 +129,8 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<function=",),
         markup=CALL_MARKUP,
         grammar=_HERMES_GRAMMAR,
+        # Qwen3.5 calls before </think> now and then; a tag alone is often prose there.
+        ends_reasoning=rf"<tool_call>{_SPACE}<function=",
     ),
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),
     "openai": ChatFormat(

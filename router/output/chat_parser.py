@@ -164,6 +164,10 @@ def _response_template(
     forms = [form for form in found if form is not None]
     fields = {name: each for form in forms for name, each in form.fields.items()}
     markup = frozenset(text for form in forms for text in form.markup)
+    begins = "|".join(form.ends_reasoning for form in forms if form.ends_reasoning)
+    if begins and "reasoning" in fields:
+        ends = f"{fields['reasoning']['close_pattern']}|\\n{{0,2}}(?={begins})"
+        fields["reasoning"] = fields["reasoning"] | {"close_pattern": ends}
     if not fields:
         return None, markup
     return load_response_template({"start_anchor_pattern": "^", "fields": fields | CONTENT}), markup

@@ -280,6 +280,22 @@ def test_a_tag_of_reasoning_in_an_argument_is_text(name: str, thought: str) -> N
         assert found == ("", "Hm." if thought else "", [("weather", json.loads(given))])
 
 
+@pytest.mark.parametrize("end", ["</think>\n\n", "\n\n", ""])
+def test_a_call_of_qwen_coder_ends_the_reasoning(end: str) -> None:
+    thought = "<think>Use <tool_call>, or <function=x>."
+    for answer, may_call in ((f"{thought}{end}{CODER}", True), (f"{thought}{end}{CODER}", False)):
+        asked = chat() if may_call else inference_pb2.Chat()
+        for pieces in ([answer], list(answer)):
+            text, reasoning, calls = read(parser(THINK + SIGNS["qwen3_coder"], asked), pieces)
+            if may_call:
+                assert (text, reasoning) == ("", "Use <tool_call>, or <function=x>.")
+                assert [name for name, _ in calls] == ["weather"]
+            else:
+                assert (calls, CODER in text + reasoning) == ([], True)
+    hermes_too = read(parser(THINK + SIGNS["hermes"], chat()), [f"{thought}{CODER}"])
+    assert hermes_too == ("", thought.removeprefix("<think>") + CODER, [])
+
+
 OPENINGS = (THINK, "[THINK]", "<|channel>thought", "<|START_THINKING|>")
 TEMPLATES = [f"{reasoning}{sign}" for sign in SIGNS.values() for reasoning in ("", *OPENINGS)]
 MARKUP = [
