@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.content_parsers import parse_content
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
     load_response_template,
@@ -22,10 +21,9 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools
 from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
+from .gemma_calls import read_call as read_gemma_call
 from .python_calls import read_calls
 from .tool_parser import make_call, parser_for
-
-_T = TypeVar("_T")
 
 _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "qwen3": ("<think>",),
@@ -42,7 +40,6 @@ _MISTRAL_CALL: Final = re.compile(
 )
 _JSON: Final = json.JSONDecoder()
 _JSON_CALLS: Final = re.compile(r"\s*+\[?\s*+\{")
-_GEMMA_CALL: Final = re.compile(rf"\s*call:({CALLED_NAME})(\{{.*\}})\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,24 +210,9 @@ def _mistral(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     return found
 
 
-def _gemma(delimiter: str) -> "_Reader":
-    """Returns the reader of calls with unquoted names and strings between `delimiter`s."""
-    options = {"unquoted_keys": True, "string_delims": [[delimiter, delimiter]]}
-    return lambda region: [
-        _matched(_GEMMA_CALL, region["body"], lambda text: parse_content(text, "json", options))
-    ]
-
-
 def _lfm2(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     """Reads calls in the form of Python or of JSON."""
     return _listed(region) if _JSON_CALLS.match(region["body"]) else read_calls(region["body"])
-
-
-def _matched(pattern: re.Pattern[str], text: str, read: Callable[[str], _T]) -> tuple[str, _T]:
-    match = pattern.fullmatch(text)
-    if match is None:
-        raise ValueError
-    return match[1], read(match[2])
 
 
 _Reader = Callable[[Mapping[str, str]], Sequence[tuple[object, object]]]
@@ -238,8 +220,8 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "openai": lambda region: [(region["name"], json.loads(region["body"].strip() or "null"))],
     "mistral_v11": _mistral,
     "mistral": _mistral,
-    "functiongemma": _gemma("<escape>"),
-    "gemma4": _gemma('<|"|>'),
+    "functiongemma": lambda region: [read_gemma_call(region["body"], "<escape>")],
+    "gemma4": lambda region: [read_gemma_call(region["body"], '<|"|>')],
     "phi4_mini_json": _listed,
     "granite": _listed,
     "cohere_command3": _listed,

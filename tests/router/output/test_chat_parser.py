@@ -119,6 +119,41 @@ CALLS: list[tuple[str, str, Read]] = [
     ),
     ("gemma4", 'a <|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>', ("a ", "", ONE)),
     ("gemma4", "<|tool_call>call:now{}<tool_call|> b", (" b", "", [("now", {})])),
+    (
+        "gemma4",
+        '<|tool_call>call:now{user-id:5, $filter : <|"|>a, b:{c}<|"|> ,a.b:[1, true, None, [],{}]'
+        ',\n<|"|>d e<|"|>:{x:null,y:False},"z":-2.5}<tool_call|>',
+        (
+            "",
+            "",
+            [
+                (
+                    "now",
+                    {
+                        "user-id": 5,
+                        "$filter": "a, b:{c}",
+                        "a.b": [1, True, None, [], {}],
+                        "d e": {"x": None, "y": False},
+                        "z": -2.5,
+                    },
+                )
+            ],
+        ),
+    ),
+    *(
+        ("gemma4", f"<|tool_call>{text}<tool_call|>", (f"<|tool_call>{text}<tool_call|>", "", []))
+        for text in (
+            "call:now{a:1",
+            "call:now{a:1}}",
+            "call:now{a:1,}",
+            "call:now{a}",
+            "call:now{a:b}",
+            "call:now{a:1 b:2}",
+            'call:now{a:<|"|>b}',
+            "call:now[]",
+            "call:now{,}",
+        )
+    ),
     ("phi4_mini_json", f"<|tool_call|>{LIST}<|/tool_call|>", ("", "", TWO)),
     ("phi4_mini_json", f"functools{LIST}", ("", "", TWO)),
     ("phi4_mini_json", "use functools.cache", ("use functools.cache", "", [])),
@@ -411,6 +446,12 @@ def test_a_call_of_many_closing_tags_is_not_parsed_anew_at_each(
     answer = hermes("weather", json.dumps(arguments))
     assert read(parser(SIGNS["hermes"], chat()), list(answer)) == ("", "", [("weather", arguments)])
     assert sum(map(len, parsed)) < 10 * len(answer)
+
+
+def test_a_call_of_gemma_that_is_nested_too_deeply_is_text() -> None:
+    for text in ("{a:" * 5_000, "{a:[" * 200 + "1" + "]}" * 200):
+        answer = f"<|tool_call>call:now{text}<tool_call|>"
+        assert read(parser(SIGNS["gemma4"], chat()), [answer]) == (answer, "", [])
 
 
 def test_much_white_space_takes_no_long_time() -> None:
