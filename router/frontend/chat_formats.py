@@ -2,8 +2,8 @@
 
 A chat template shows its model's format by a text that only such templates have. Most formats
 declare where calls and reasoning begin and end in the form of transformers' response templates.
-Hermes, Qwen3-Coder and Llama 3 have parsers in output/tool_parser.py, because there a tag in an
-argument is text.
+Hermes, Qwen3-Coder, GLM and Llama 3 have parsers in output/tool_parser.py, because there a tag in
+an argument is text.
 
 Knows nothing of tokens.
 """
@@ -24,7 +24,9 @@ NO_FORMAT: Final = "none"
 
 ToolCallParserName = Literal[
     "auto",
+    "glm45",
     "qwen3_coder",
+    "nemotron_json",
     "hermes",
     "openai",
     "mistral_v11",
@@ -125,12 +127,25 @@ _HERMES_GRAMMAR: Final = CallGrammar(
 )
 
 CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
+    "glm45": ChatFormat(  # a demanded call is written in Hermes's format
+        signs=("<arg_key>",),
+        markup=CALL_MARKUP,
+        grammar=_HERMES_GRAMMAR,
+    ),
     "qwen3_coder": ChatFormat(  # a demanded call is written in Hermes's format
         signs=("<function=",),
         markup=CALL_MARKUP,
         grammar=_HERMES_GRAMMAR,
         # Qwen3.5 calls before </think> now and then; a tag alone is often prose there.
         ends_reasoning=rf"<tool_call>{_SPACE}<function=",
+    ),
+    "nemotron_json": ChatFormat(
+        signs=("<TOOLCALL>",),
+        markup=("<TOOLCALL>", "</TOOLCALL>"),
+        fields=_calls("<TOOLCALL>", "</TOOLCALL>"),
+        grammar=CallGrammar(
+            begin=("<TOOLCALL>", "["), between=_LIST_BETWEEN, end=("]", "</TOOLCALL>")
+        ),
     ),
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),
     "openai": ChatFormat(

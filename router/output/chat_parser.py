@@ -222,6 +222,7 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "mistral": _mistral,
     "functiongemma": lambda region: [read_gemma_call(region["body"], "<escape>")],
     "gemma4": lambda region: [read_gemma_call(region["body"], '<|"|>')],
+    "nemotron_json": _listed,
     "phi4_mini_json": _listed,
     "granite": _listed,
     "cohere_command3": _listed,

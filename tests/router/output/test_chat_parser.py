@@ -30,7 +30,9 @@ from tandem.tests.router.frontend.test_tools import accepts, call_grammar, chat,
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 SIGNS = {
+    "glm45": "<tool_call>{name}\n<arg_key>",
     "qwen3_coder": "<tool_call><function=",
+    "nemotron_json": "<TOOLCALL>",
     "hermes": "<tool_call>",
     "openai": "<|channel|>analysis<|message|>",
     "mistral_v11": "[TOOL_CALLS] [ARGS]",
@@ -62,6 +64,12 @@ Köln
 <parameter=x></a>
 </parameter>
 </function>
+</tool_call>"""
+GLM = """<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Köln</arg_value>
+<arg_key>days</arg_key>
+<arg_value>3</arg_value>
 </tool_call>"""
 BARE = CODER.removeprefix("<tool_call>\n")
 LONGEST = "f" * 128
@@ -236,6 +244,41 @@ CALLS: list[tuple[str, str, Read]] = [
         "<function=now></function> is text",
         ("<function=now></function> is text", "", []),
     ),
+    (
+        "glm45",
+        f"a\n{GLM}\n{GLM}b",
+        ("a\n\nb", "", [("weather", {"city": "Köln", "days": "3"})] * 2),
+    ),
+    ("glm45", GLM.replace("\n", ""), ("", "", [("weather", {"city": "Köln", "days": "3"})])),
+    ("glm45", "<tool_call>now\n</tool_call><tool_call>now</tool_call>", ("", "", TWO[1:] * 2)),
+    (
+        "glm45",
+        GLM.replace("Köln", "a</tool_call></arg_value> <tool_call>\n<arg_key >"),
+        (
+            "",
+            "",
+            [
+                (
+                    "weather",
+                    {"city": "a</tool_call></arg_value> <tool_call>\n<arg_key >", "days": "3"},
+                )
+            ],
+        ),
+    ),
+    ("glm45", f"{hermes('weather', CITY)} so", ("so", "", ONE)),
+    ("glm45", hermes("weather", CITY).removesuffix("</tool_call>"), ("", "", ONE)),
+    ("glm45", GLM.removesuffix("\n</tool_call>"), (GLM.removesuffix("\n</tool_call>"), "", [])),
+    *(
+        ("glm45", f"<tool_call>{text}</tool_call>", (f"<tool_call>{text}</tool_call>", "", []))
+        for text in (
+            "yes",
+            "now<arg_key>a</arg_key>",
+            "now<arg_key>a</arg_key><arg_value>1</arg_value>2",
+            "now<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value>",
+        )
+    ),
+    ("nemotron_json", f"I look.<TOOLCALL>{LIST}</TOOLCALL> b", ("I look. b", "", TWO)),
+    ("nemotron_json", "<TOOLCALL>[5]</TOOLCALL>", ("<TOOLCALL>[5]</TOOLCALL>", "", [])),
     ("hermes", hermes("weather", CITY), ("", "", ONE)),
     ("llama3_json", llama("weather", CITY), ("", "", ONE)),
 ]
@@ -346,6 +389,10 @@ MARKUP = [
         "</function>",
         "<parameter=x>",
         "</parameter>",
+        "f<arg_key>x</arg_key><arg_value>",
+        "</arg_value>",
+        "<TOOLCALL>",
+        "</TOOLCALL>",
         '{"tool_name": "f", "parameters": {"x": 8}}',
     ),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<thi"),
@@ -669,7 +716,9 @@ async def test_a_call_or_a_bound_answer(
 def written(name: str) -> str:
     """Returns a call in a format."""
     return {
+        "glm45": hermes("weather", CITY),
         "qwen3_coder": hermes("weather", CITY),
+        "nemotron_json": f'<TOOLCALL>[{{"name": "weather", "arguments": {CITY}}}]</TOOLCALL>',
         "hermes": hermes("weather", CITY),
         "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}",
         "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{CITY}",
