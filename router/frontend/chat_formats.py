@@ -27,6 +27,9 @@ ToolCallParserName = Literal[
     "glm45",
     "qwen3_coder",
     "nemotron_json",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
     "hermes",
     "openai",
     "mistral_v11",
@@ -121,6 +124,20 @@ _HARMONY: Final = (
     "<|call|>",
     "<|constrain|>",
 )
+_DEEPSEEK: Final = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI: Final = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
 _LIST_BETWEEN: Final = (", ",)
 _HERMES_GRAMMAR: Final = CallGrammar(
     open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",)
@@ -145,6 +162,40 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         fields=_calls("<TOOLCALL>", "</TOOLCALL>"),
         grammar=CallGrammar(
             begin=("<TOOLCALL>", "["), between=_LIST_BETWEEN, end=("]", "</TOOLCALL>")
+        ),
+    ),
+    "deepseek_v3": ChatFormat(  # and R1; the name comes after the type, which is `function`
+        signs=("tool['type'] + '<｜tool▁sep｜>'",),
+        markup=_DEEPSEEK,
+        fields=_calls(_DEEPSEEK[0], _DEEPSEEK[-1]),
+        grammar=CallGrammar(
+            begin=_DEEPSEEK[:1],
+            head=(_DEEPSEEK[1], "function", _DEEPSEEK[2], "%s\n```json\n"),
+            tail=("\n```", _DEEPSEEK[3]),
+            between=("\n",),
+            end=_DEEPSEEK[-1:],
+        ),
+    ),
+    "deepseek_v31": ChatFormat(
+        signs=_DEEPSEEK[:1],
+        markup=_DEEPSEEK,
+        fields=_calls(_DEEPSEEK[0], _DEEPSEEK[-1]),
+        grammar=CallGrammar(
+            begin=_DEEPSEEK[:1],
+            head=(_DEEPSEEK[1], "%s", _DEEPSEEK[2]),
+            tail=_DEEPSEEK[3:4],
+            end=_DEEPSEEK[-1:],
+        ),
+    ),
+    "kimi_k2": ChatFormat(
+        signs=_KIMI[:1],
+        markup=_KIMI,
+        fields=_calls(r"<\|tool_calls_section_begin\|>", _KIMI[-1]),
+        grammar=CallGrammar(
+            begin=_KIMI[:1],
+            head=(_KIMI[1], "functions.%s:0", _KIMI[2]),
+            tail=_KIMI[3:4],
+            end=_KIMI[-1:],
         ),
     ),
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),

@@ -38,6 +38,16 @@ _MAX_OPENING_TOKENS: Final = 8
 _MISTRAL_CALL: Final = re.compile(
     rf"\s*\[TOOL_CALLS\]\s*({CALLED_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 )
+_DEEPSEEK_BEGIN: Final = re.compile(
+    rf"\s*<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>)?({CALLED_NAME})"
+    r"\s*(?:<｜tool▁sep｜>|```json)\s*"
+)
+_DEEPSEEK_END: Final = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>\s*")
+_KIMI_BEGIN: Final = re.compile(
+    rf"\s*<\|tool_call_begin\|>\s*(?:functions\.)?({CALLED_NAME}?)(?::\d+)?\s*"
+    r"<\|tool_call_argument_begin\|>\s*"
+)
+_KIMI_END: Final = re.compile(r"\s*<\|tool_call_end\|>\s*")
 _JSON: Final = json.JSONDecoder()
 _JSON_CALLS: Final = re.compile(r"\s*+\[?\s*+\{")
 
@@ -210,6 +220,28 @@ def _mistral(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     return found
 
 
+def _between(begin: re.Pattern[str], end: re.Pattern[str]) -> "_Reader":
+    """Returns the reader of calls, each of a name, JSON arguments and the texts around them."""
+
+    def read(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
+        text = region["body"].rstrip()
+        found: list[tuple[object, object]] = []
+        at = 0
+        while at < len(text):
+            before = begin.match(text, at)
+            if before is None:
+                raise ValueError
+            arguments, at = _JSON.raw_decode(text, before.end())
+            after = end.match(text, at)
+            if after is None:
+                raise ValueError
+            at = after.end()
+            found.append((before[1], arguments))
+        return found
+
+    return read
+
+
 def _lfm2(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     """Reads calls in the form of Python or of JSON."""
     return _listed(region) if _JSON_CALLS.match(region["body"]) else read_calls(region["body"])
@@ -223,6 +255,9 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "functiongemma": lambda region: [read_gemma_call(region["body"], "<escape>")],
     "gemma4": lambda region: [read_gemma_call(region["body"], '<|"|>')],
     "nemotron_json": _listed,
+    "deepseek_v3": _between(_DEEPSEEK_BEGIN, _DEEPSEEK_END),
+    "deepseek_v31": _between(_DEEPSEEK_BEGIN, _DEEPSEEK_END),
+    "kimi_k2": _between(_KIMI_BEGIN, _KIMI_END),
     "phi4_mini_json": _listed,
     "granite": _listed,
     "cohere_command3": _listed,

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
@@ -33,6 +34,9 @@ SIGNS = {
     "glm45": "<tool_call>{name}\n<arg_key>",
     "qwen3_coder": "<tool_call><function=",
     "nemotron_json": "<TOOLCALL>",
+    "deepseek_v3": "{# '<｜tool▁calls▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' #}x",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
     "hermes": "<tool_call>",
     "openai": "<|channel|>analysis<|message|>",
     "mistral_v11": "[TOOL_CALLS] [ARGS]",
@@ -71,6 +75,18 @@ GLM = """<tool_call>weather
 <arg_key>days</arg_key>
 <arg_value>3</arg_value>
 </tool_call>"""
+DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    f"```json\n{CITY}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V31 = (
+    f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CITY}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    f"<|tool_call_argument_begin|>{CITY}<|tool_call_end|><|tool_calls_section_end|>"
+)
 BARE = CODER.removeprefix("<tool_call>\n")
 LONGEST = "f" * 128
 Read = tuple[str, str, list[tuple[str, Any]]]
@@ -277,6 +293,34 @@ CALLS: list[tuple[str, str, Read]] = [
             "now<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value>",
         )
     ),
+    *(
+        (
+            "deepseek_v3",
+            f"I look.{DEEPSEEK_V3}".replace(
+                "<｜tool▁calls▁end｜>",
+                "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
+                f"<｜tool▁call▁end｜>{end}",
+            ),
+            ("I look.", "", TWO),
+        )
+        for end in ("", "\n", "<｜tool▁calls▁end｜>", "\n<｜tool▁calls▁end｜>")
+    ),
+    ("deepseek_v31", f"{DEEPSEEK_V31} b", (" b", "", ONE)),
+    (
+        "deepseek_v31",
+        DEEPSEEK_V31.replace("weather", "function"),
+        ("", "", [("function", ONE[0][1])]),
+    ),
+    ("deepseek_v31", DEEPSEEK_V31.replace("}", ""), (DEEPSEEK_V31.replace("}", ""), "", [])),
+    ("kimi_k2", f"I look.{KIMI} b", ("I look. b", "", ONE)),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|> <|tool_call_begin|> functions.a.b:c:10 "
+        '<|tool_call_argument_begin|> {"x": 1} <|tool_call_end|>\n<|tool_call_begin|>now'
+        "<|tool_call_argument_begin|>{}<|tool_call_end|> <|tool_calls_section_end|>",
+        ("", "", [("a.b:c", {"x": 1}), ("now", {})]),
+    ),
+    ("kimi_k2", KIMI.replace("tool_call_end", "x"), (KIMI.replace("tool_call_end", "x"), "", [])),
     ("nemotron_json", f"I look.<TOOLCALL>{LIST}</TOOLCALL> b", ("I look. b", "", TWO)),
     ("nemotron_json", "<TOOLCALL>[5]</TOOLCALL>", ("<TOOLCALL>[5]</TOOLCALL>", "", [])),
     ("hermes", hermes("weather", CITY), ("", "", ONE)),
@@ -393,6 +437,14 @@ MARKUP = [
         "</arg_value>",
         "<TOOLCALL>",
         "</TOOLCALL>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>f:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
         '{"tool_name": "f", "parameters": {"x": 8}}',
     ),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<thi"),
@@ -678,6 +730,20 @@ def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
         assert read(parser(SIGNS[name], asked, is_bound=True), [written(name)]) == ("", "", ONE)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "kimi_k2", "nemotron_json"])
+def test_markup_of_a_grammar_may_be_special_tokens(name: str) -> None:
+    from llguidance.hf import from_tokenizer
+
+    fast = make_tokenizer()
+    fast.add_special_tokens({"additional_special_tokens": sorted(CALL_FORMATS[name].markup)})
+    fast.chat_template = SIGNS[name]
+    grammar = call_grammar(chat(inference_pb2.ToolChoice.MODE_REQUIRED), Tokenizer(fast))
+    matcher = LLMatcher(from_tokenizer(fast), grammar)
+    ids = fast(written(name))["input_ids"]
+    assert set(fast.convert_tokens_to_ids(sorted(CALL_FORMATS[name].markup))) <= set(ids)
+    assert (matcher.try_consume_tokens(ids), matcher.is_accepting()) == (len(ids), True)
+
+
 AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
     *(
@@ -719,6 +785,9 @@ def written(name: str) -> str:
         "glm45": hermes("weather", CITY),
         "qwen3_coder": hermes("weather", CITY),
         "nemotron_json": f'<TOOLCALL>[{{"name": "weather", "arguments": {CITY}}}]</TOOLCALL>',
+        "deepseek_v3": DEEPSEEK_V3,
+        "deepseek_v31": DEEPSEEK_V31,
+        "kimi_k2": KIMI,
         "hermes": hermes("weather", CITY),
         "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}",
         "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{CITY}",
