@@ -339,6 +339,11 @@ def call_format(template: str, name: str = AUTO) -> str:
     return _found(CALL_FORMATS, template, name) or "hermes"
 
 
+def shows_call_format(template: str) -> bool:
+    """Returns True if a chat template shows a known format of calls."""
+    return bool(_found(CALL_FORMATS, template, AUTO))
+
+
 def reasoning_format(template: str, name: str = AUTO) -> str:
     """Returns the name of a chat template's format of reasoning; "" if it shows no known one."""
     return _found(REASONING_FORMATS, template, name)

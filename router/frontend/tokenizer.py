@@ -25,7 +25,7 @@ from ...proto.errors import InvalidArgument, Unavailable
 from ...proto.home import tokenizer_file
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables, with_developer_as_system
-from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format
+from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format, shows_call_format
 from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
 from .template import NO_PROCESS, REFUSAL, RENDERER, TEMPLATE_OF_MODEL, render
@@ -104,6 +104,9 @@ class Tokenizer:
             vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         )
         self.call_format: str = call_format(self.chat_template(tools=True), tool_call_parser)
+        self._assumes_calls = tool_call_parser == AUTO and not shows_call_format(
+            self.chat_template(tools=True)
+        )
         self.reasoning_format: str = reasoning_format(
             self.chat_template(tools=False), reasoning_parser
         )
@@ -158,6 +161,11 @@ class Tokenizer:
                 raise Unavailable(NO_PROCESS) from None
             if not await asyncio.to_thread(self._writes_tools):
                 _log.warning("the model's chat template writes no tools: the model knows of none")
+            elif self._assumes_calls:
+                _log.warning(
+                    "the model's chat template shows no known format of tool calls; Hermes's is "
+                    "assumed, and tool_call_parser sets another"
+                )
 
     def check_chat_template(self) -> None:
         """Renders a chat of one message, if the model has a template.
