@@ -104,9 +104,7 @@ class Tokenizer:
             vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         )
         self.call_format: str = call_format(self.chat_template(tools=True), tool_call_parser)
-        self._assumes_calls = tool_call_parser == AUTO and not shows_call_format(
-            self.chat_template(tools=True)
-        )
+        self._detects_calls = tool_call_parser == AUTO
         self.reasoning_format: str = reasoning_format(
             self.chat_template(tools=False), reasoning_parser
         )
@@ -161,11 +159,8 @@ class Tokenizer:
                 raise Unavailable(NO_PROCESS) from None
             if not await asyncio.to_thread(self._writes_tools):
                 _log.warning("the model's chat template writes no tools: the model knows of none")
-            elif self._assumes_calls:
-                _log.warning(
-                    "the model's chat template shows no known format of tool calls; Hermes's is "
-                    "assumed, and tool_call_parser sets another"
-                )
+            elif self._detects_calls and not shows_call_format(self.chat_template(tools=True)):
+                _log.warning("tool_call_parser: hermes; the chat template shows no known format")
 
     def check_chat_template(self) -> None:
         """Renders a chat of one message, if the model has a template.
