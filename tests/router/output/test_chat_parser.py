@@ -667,6 +667,15 @@ def test_arguments_in_the_form_of_python(
     assert coder_argument({"properties": {"a": schema}}, text) == expected
 
 
+def test_arguments_of_glm_are_of_the_types_of_their_schemas() -> None:
+    properties = {"city": STRING, "days": INTEGER}
+    tool = inference_pb2.Tool(name="weather", parameters=json.dumps({"properties": properties}))
+    asked = chat(tools=[tool])
+    calls = [("weather", {"city": "7", "days": 3})]
+    answer = GLM.replace("Köln", "7")
+    assert read(parser(SIGNS["glm45"], asked), list(answer)) == ("", "", calls)
+
+
 def coder_argument(parameters: dict[str, Any], text: str = "3") -> object:
     """Returns the argument that the parser of Qwen3-Coder reads from a text."""
     tool = inference_pb2.Tool(name="f", parameters=json.dumps(parameters))
