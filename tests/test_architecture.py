@@ -114,9 +114,10 @@ ARROWS: dict[str, set[str]] = {
         "router.scheduling": ("router: fair_queue request",),
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
+        "router.frontend.messages": ("router.frontend.chat_formats",),
         "router.frontend": (
-            "router: auth fair_queue frontend.chat_formats pooling prompt_cache request resume",
-            "router: slo stopping telemetry turns watermark",
+            "router: auth fair_queue frontend.chat_formats frontend.messages pooling prompt_cache",
+            "router: request resume slo stopping telemetry turns watermark",
         ),
         "router.output": ("router: frontend frontend.chat_formats request resume stopping",),
         "router.storage": ("router.auth",),

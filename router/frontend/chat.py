@@ -14,6 +14,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import check_count, check_length
+from .messages.calls import REASONING_NAMES
 
 _PATH: Final = "prompt.chat"
 _TOOL_ROLE: Final = "tool"
@@ -165,8 +166,8 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
         found["tool_call_id"] = message.tool_call_id
     if message.name:
         found["name"] = message.name
-    if message.reasoning:  # the names that templates have for it
-        found["reasoning_content"] = found["thinking"] = message.reasoning
+    if message.reasoning:
+        found |= dict.fromkeys(REASONING_NAMES, message.reasoning)
     return found
 
 

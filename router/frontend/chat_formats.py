@@ -2,8 +2,8 @@
 
 A chat template shows its model's format by a text that only such templates have. Most formats
 declare where calls and reasoning begin and end in the form of transformers' response templates.
-Hermes, Qwen3-Coder and Llama 3 have parsers in output/tool_parser.py, because there a tag in an
-argument is text.
+Hermes, Qwen3-Coder, GLM and Llama 3 have parsers in output/tool_parser.py, because there a tag in
+an argument is text.
 
 Knows nothing of tokens.
 """
@@ -24,7 +24,12 @@ NO_FORMAT: Final = "none"
 
 ToolCallParserName = Literal[
     "auto",
+    "glm45",
     "qwen3_coder",
+    "nemotron_json",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
     "hermes",
     "openai",
     "mistral_v11",
@@ -67,6 +72,7 @@ class ChatFormat:
     markup: tuple[str, ...] = ()  # texts that may be special tokens; not part of the content
     fields: Mapping[str, Any] = field(default_factory=dict)  # of a response template
     grammar: CallGrammar | None = None  # None: calls cannot be demanded
+    ends_reasoning: str = ""  # the pattern of a call that ends the reasoning it is in; "": none
 
 
 _RAW: Final = {"content": "text", "content_args": {"strip": False}}
@@ -118,16 +124,79 @@ _HARMONY: Final = (
     "<|call|>",
     "<|constrain|>",
 )
+_DEEPSEEK: Final = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI: Final = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
 _LIST_BETWEEN: Final = (", ",)
 _HERMES_GRAMMAR: Final = CallGrammar(
     open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",)
 )
 
 CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
+    "glm45": ChatFormat(  # a demanded call is written in Hermes's format
+        signs=("<arg_key>",),
+        markup=CALL_MARKUP,
+        grammar=_HERMES_GRAMMAR,
+    ),
     "qwen3_coder": ChatFormat(  # a demanded call is written in Hermes's format
         signs=("<function=",),
         markup=CALL_MARKUP,
         grammar=_HERMES_GRAMMAR,
+        # Qwen3.5 calls before </think> now and then; a tag alone is often prose there.
+        ends_reasoning=rf"<tool_call>{_SPACE}<function=",
+    ),
+    "nemotron_json": ChatFormat(
+        signs=("<TOOLCALL>",),
+        markup=("<TOOLCALL>", "</TOOLCALL>"),
+        fields=_calls("<TOOLCALL>", "</TOOLCALL>"),
+        grammar=CallGrammar(
+            begin=("<TOOLCALL>", "["), between=_LIST_BETWEEN, end=("]", "</TOOLCALL>")
+        ),
+    ),
+    "deepseek_v3": ChatFormat(  # and R1; the name comes after the type, which is `function`
+        signs=("tool['type'] + '<｜tool▁sep｜>'",),
+        markup=_DEEPSEEK,
+        fields=_calls(_DEEPSEEK[0], _DEEPSEEK[-1]),
+        grammar=CallGrammar(
+            begin=_DEEPSEEK[:1],
+            head=(_DEEPSEEK[1], "function", _DEEPSEEK[2], "%s\n```json\n"),
+            tail=("\n```", _DEEPSEEK[3]),
+            between=("\n",),
+            end=_DEEPSEEK[-1:],
+        ),
+    ),
+    "deepseek_v31": ChatFormat(
+        signs=_DEEPSEEK[:1],
+        markup=_DEEPSEEK,
+        fields=_calls(_DEEPSEEK[0], _DEEPSEEK[-1]),
+        grammar=CallGrammar(
+            begin=_DEEPSEEK[:1],
+            head=(_DEEPSEEK[1], "%s", _DEEPSEEK[2]),
+            tail=_DEEPSEEK[3:4],
+            end=_DEEPSEEK[-1:],
+        ),
+    ),
+    "kimi_k2": ChatFormat(
+        signs=_KIMI[:1],
+        markup=_KIMI,
+        fields=_calls(r"<\|tool_calls_section_begin\|>", _KIMI[-1]),
+        grammar=CallGrammar(
+            begin=_KIMI[:1],
+            head=(_KIMI[1], "functions.%s:0", _KIMI[2]),
+            tail=_KIMI[3:4],
+            end=_KIMI[-1:],
+        ),
     ),
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),
     "openai": ChatFormat(
@@ -268,6 +337,11 @@ REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
 def call_format(template: str, name: str = AUTO) -> str:
     """Returns the name of a chat template's format of calls; Hermes's if it shows no known one."""
     return _found(CALL_FORMATS, template, name) or "hermes"
+
+
+def shows_call_format(template: str) -> bool:
+    """Returns True if a chat template shows a known format of calls."""
+    return bool(_found(CALL_FORMATS, template, AUTO))
 
 
 def reasoning_format(template: str, name: str = AUTO) -> str:

@@ -6,6 +6,7 @@ the model folder.
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
@@ -24,10 +25,12 @@ from ...proto.errors import InvalidArgument, Unavailable
 from ...proto.home import tokenizer_file
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables, with_developer_as_system
-from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format
+from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format, shows_call_format
 from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
 from .template import NO_PROCESS, REFUSAL, RENDERER, TEMPLATE_OF_MODEL, render
+
+_log = logging.getLogger(__name__)
 
 _TEMPLATE_SECONDS = 5.0
 _RENDERINGS: Final = FairThreads("tandem-templates", 1)  # the renderer takes one chat at a time
@@ -40,6 +43,11 @@ The model wrote these messages, or the operator of the service.
 
 _PROBE: Final = inference_pb2.Chat(
     messages=[inference_pb2.ChatMessage(role="user", content="Hello")]
+)
+
+_PROBE_TOOL: Final = "tandem_probe"
+_TOOL_PROBE: Final = inference_pb2.Chat(
+    messages=_PROBE.messages, tools=[inference_pb2.Tool(name=_PROBE_TOOL, description="Looks.")]
 )
 
 _INFILL_MARKS: Final = (
@@ -96,6 +104,7 @@ class Tokenizer:
             vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         )
         self.call_format: str = call_format(self.chat_template(tools=True), tool_call_parser)
+        self._detects_calls = tool_call_parser == AUTO
         self.reasoning_format: str = reasoning_format(
             self.chat_template(tools=False), reasoning_parser
         )
@@ -148,6 +157,10 @@ class Tokenizer:
                 await asyncio.to_thread(RENDERER.wait)
             except (ChildProcessError, EOFError):
                 raise Unavailable(NO_PROCESS) from None
+            if not await asyncio.to_thread(self._writes_tools):
+                _log.warning("the model's chat template writes no tools: the model knows of none")
+            elif self._detects_calls and not shows_call_format(self.chat_template(tools=True)):
+                _log.warning("tool_call_parser: hermes; the chat template shows no known format")
 
     def check_chat_template(self) -> None:
         """Renders a chat of one message, if the model has a template.
@@ -162,6 +175,13 @@ class Tokenizer:
             is_refused = reason.startswith(TEMPLATE_OF_MODEL + REFUSAL)
             if self._template.chat_template is not None and not is_refused:
                 raise ValueError(f"{reason}: it cannot render a chat of one message") from None
+
+    def _writes_tools(self) -> bool:
+        """Returns False if the template takes a chat with a tool and does not write the tool."""
+        try:
+            return _PROBE_TOOL in self._render(_TOOL_PROBE, template_variables(_TOOL_PROBE))
+        except InvalidArgument:  # it may need variables
+            return True
 
     def chat_template(self, tools: bool) -> str:
         """Returns the source of the chat template; "" without one.

@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.content_parsers import parse_content
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplate,
     load_response_template,
@@ -22,10 +21,9 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools
 from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
+from .gemma_calls import read_call as read_gemma_call
 from .python_calls import read_calls
 from .tool_parser import make_call, parser_for
-
-_T = TypeVar("_T")
 
 _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "qwen3": ("<think>",),
@@ -40,9 +38,18 @@ _MAX_OPENING_TOKENS: Final = 8
 _MISTRAL_CALL: Final = re.compile(
     rf"\s*\[TOOL_CALLS\]\s*({CALLED_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 )
+_DEEPSEEK_BEGIN: Final = re.compile(
+    rf"\s*<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>)?({CALLED_NAME})"
+    r"\s*(?:<｜tool▁sep｜>|```json)\s*"
+)
+_DEEPSEEK_END: Final = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>\s*")
+_KIMI_BEGIN: Final = re.compile(
+    rf"\s*<\|tool_call_begin\|>\s*(?:functions\.)?({CALLED_NAME}?)(?::\d+)?\s*"
+    r"<\|tool_call_argument_begin\|>\s*"
+)
+_KIMI_END: Final = re.compile(r"\s*<\|tool_call_end\|>\s*")
 _JSON: Final = json.JSONDecoder()
 _JSON_CALLS: Final = re.compile(r"\s*+\[?\s*+\{")
-_GEMMA_CALL: Final = re.compile(rf"\s*call:({CALLED_NAME})(\{{.*\}})\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +171,10 @@ def _response_template(
     forms = [form for form in found if form is not None]
     fields = {name: each for form in forms for name, each in form.fields.items()}
     markup = frozenset(text for form in forms for text in form.markup)
+    begins = "|".join(form.ends_reasoning for form in forms if form.ends_reasoning)
+    if begins and "reasoning" in fields:
+        ends = f"{fields['reasoning']['close_pattern']}|\\n{{0,2}}(?={begins})"
+        fields["reasoning"] = fields["reasoning"] | {"close_pattern": ends}
     if not fields:
         return None, markup
     return load_response_template({"start_anchor_pattern": "^", "fields": fields | CONTENT}), markup
@@ -209,12 +220,26 @@ def _mistral(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     return found
 
 
-def _gemma(delimiter: str) -> "_Reader":
-    """Returns the reader of calls with unquoted names and strings between `delimiter`s."""
-    options = {"unquoted_keys": True, "string_delims": [[delimiter, delimiter]]}
-    return lambda region: [
-        _matched(_GEMMA_CALL, region["body"], lambda text: parse_content(text, "json", options))
-    ]
+def _between(begin: re.Pattern[str], end: re.Pattern[str]) -> "_Reader":
+    """Returns the reader of calls, each of a name, JSON arguments and the texts around them."""
+
+    def read(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
+        text = region["body"].rstrip()
+        found: list[tuple[object, object]] = []
+        at = 0
+        while at < len(text):
+            before = begin.match(text, at)
+            if before is None:
+                raise ValueError
+            arguments, at = _JSON.raw_decode(text, before.end())
+            after = end.match(text, at)
+            if after is None:
+                raise ValueError
+            at = after.end()
+            found.append((before[1], arguments))
+        return found
+
+    return read
 
 
 def _lfm2(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
@@ -222,20 +247,17 @@ def _lfm2(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     return _listed(region) if _JSON_CALLS.match(region["body"]) else read_calls(region["body"])
 
 
-def _matched(pattern: re.Pattern[str], text: str, read: Callable[[str], _T]) -> tuple[str, _T]:
-    match = pattern.fullmatch(text)
-    if match is None:
-        raise ValueError
-    return match[1], read(match[2])
-
-
 _Reader = Callable[[Mapping[str, str]], Sequence[tuple[object, object]]]
 _READERS: Final[Mapping[str, _Reader]] = {
     "openai": lambda region: [(region["name"], json.loads(region["body"].strip() or "null"))],
     "mistral_v11": _mistral,
     "mistral": _mistral,
-    "functiongemma": _gemma("<escape>"),
-    "gemma4": _gemma('<|"|>'),
+    "functiongemma": lambda region: [read_gemma_call(region["body"], "<escape>")],
+    "gemma4": lambda region: [read_gemma_call(region["body"], '<|"|>')],
+    "nemotron_json": _listed,
+    "deepseek_v3": _between(_DEEPSEEK_BEGIN, _DEEPSEEK_END),
+    "deepseek_v31": _between(_DEEPSEEK_BEGIN, _DEEPSEEK_END),
+    "kimi_k2": _between(_KIMI_BEGIN, _KIMI_END),
     "phi4_mini_json": _listed,
     "granite": _listed,
     "cohere_command3": _listed,

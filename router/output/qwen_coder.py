@@ -5,7 +5,7 @@ A tag in an argument is text: an argument ends where another one or the end of t
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -54,11 +54,18 @@ def read_call(text: str, tools: Mapping[str, inference_pb2.Tool]) -> tuple[str, 
     given = [_argument(each) for each in texts]
     if rest or len(dict(given)) < len(given):
         raise ValueError
-    root = parameters_schema(tools[name]) if name in tools else {}
+    return name, typed_arguments(name, given, tools)
+
+
+def typed_arguments(
+    tool_name: str, given: Iterable[tuple[str, str]], tools: Mapping[str, inference_pb2.Tool]
+) -> dict[str, Any]:
+    """Returns arguments that a model wrote as texts, in the types of the schema of the tool."""
+    root = parameters_schema(tools[tool_name]) if tool_name in tools else {}
     arguments = resolved(root, root)
     properties = arguments.get("properties") if isinstance(arguments, dict) else None
     schemas = properties if isinstance(properties, dict) else {}
-    return name, {key: _typed(each, schemas.get(key), root) for key, each in given}
+    return {key: _typed(text, schemas.get(key), root) for key, text in given}
 
 
 def _argument(text: str) -> tuple[str, str]:

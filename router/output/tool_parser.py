@@ -4,6 +4,7 @@
   among text.
 - Qwen3-Coder: the same, or `<tool_call><function=...>...</function></tool_call>`. The model often
   leaves out the opening tag.
+- GLM: the same, or `<tool_call>name<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>`.
 - Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, perhaps after
   `<|python_tag|>`. Several calls are separated by `;`.
 """
@@ -18,6 +19,7 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools, json_object
 from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
 from ..frontend.tokenizer import Tokenizer
+from . import glm_calls
 from .qwen_coder import begins_call, ends_call, find_bare_call, read_call
 
 _OPEN, _CLOSE = CALL_MARKUP
@@ -75,6 +77,8 @@ def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | N
             return _LlamaParser()
         case "qwen3_coder":
             return _QwenCoderParser(chat)
+        case "glm45":
+            return _GlmParser(chat)
     return _HermesParser()
 
 
@@ -104,7 +108,7 @@ class _HermesParser(ToolParser):
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
         if self._held.startswith(_OPEN):
-            call = self._read(self._held.removeprefix(_OPEN))
+            call = self._read_unclosed(self._held.removeprefix(_OPEN))
             if call:  # only its closing tag is missing
                 return "", [call]
         self._held = self._held[self._added :]
@@ -162,6 +166,10 @@ class _HermesParser(ToolParser):
         """Returns the call between the tags; None if it is not valid."""
         return _call(text)
 
+    def _read_unclosed(self, text: str) -> inference_pb2.ToolCall | None:
+        """Returns the call after the opening tag at the end of the answer."""
+        return self._read(text)
+
 
 class _QwenCoderParser(_HermesParser):
     """Parses calls with a function between the tags, or with JSON as in Hermes's format."""
@@ -192,6 +200,30 @@ class _QwenCoderParser(_HermesParser):
             return make_call(*read_call(text, self._tools))
         except (ValueError, RecursionError):
             return None
+
+
+class _GlmParser(_HermesParser):
+    """Parses calls with arguments in tags between the tags, or with JSON as in Hermes's format."""
+
+    def __init__(self, chat: inference_pb2.Chat) -> None:
+        super().__init__()
+        self._tools = {tool.name: tool for tool in chat.tools}
+
+    def _is_argument(self, end: int) -> bool:
+        if glm_calls.begins_call(self._held, len(_OPEN)):
+            return not glm_calls.ends_call(self._held, len(_OPEN), end)
+        return super()._is_argument(end)
+
+    def _read(self, text: str) -> inference_pb2.ToolCall | None:
+        if text.lstrip().startswith("{"):
+            return super()._read(text)
+        try:
+            return make_call(*glm_calls.read_call(text, self._tools))
+        except (ValueError, RecursionError):
+            return None
+
+    def _read_unclosed(self, text: str) -> inference_pb2.ToolCall | None:
+        return super()._read(text)  # in GLM's format, arguments may be missing
 
 
 class _LlamaParser(ToolParser):

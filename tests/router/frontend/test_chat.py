@@ -223,6 +223,14 @@ def test_arguments_that_are_no_json_stay_text() -> None:
         )
 
 
+def test_reasoning_has_every_name_that_templates_know() -> None:
+    said = inference_pb2.ChatMessage(role="assistant", content="a", reasoning="Hm.")
+    ((found,),) = template_variables(chat(messages=[said]))["conversations"]
+    assert {name: found[name] for name in found if found[name] == "Hm."} == dict.fromkeys(
+        ("reasoning", "reasoning_content", "thinking"), "Hm."
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "role"),
     [

@@ -16,7 +16,8 @@ from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend import template as templates
 from tandem.router.frontend.chat import check_chat
 from tandem.router.frontend.child_process import ChildProcess
-from tandem.router.frontend.template_process import arrange
+from tandem.router.frontend.messages.calls import REASONING_NAMES
+from tandem.router.frontend.messages.turns import arrange
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_chat import MODES, WEATHER, chat, tool
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -205,6 +206,22 @@ FIRST_ONLY = (
 """As gpt-oss, which leaves out later ones without a word."""
 ANYWHERE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}|{% endfor %}"
 
+COUNTED = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' or "
+    "(m.role == 'assistant' and not m.tool_calls) %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
+    "{% for c in m.tool_calls %}{% if c.id|length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    "{% endfor %}[{{ m.role }}] {{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}()"
+    "{% endfor %}|{% endfor %}"
+)
+"""As Mistral Nemo, whose count leaves out calls and their results."""
+NO_RESULTS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}{% if not loop.last and "
+    "messages[loop.index0 + 1].role == 'user' and m.role == 'user' %}{{ raise_exception('x') }}"
+    "{% endif %}[{{ m.role }}] {{ m.content }}|{% endif %}{% endfor %}"
+)
+
+CALL_TEXT = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 CODEX = ("system:a", "developer:b", "user:c")
 CLAUDE_CODE = ("system:a", "user:b", "system:c", "assistant:d", "system:e", "user:f")
 
@@ -248,6 +265,21 @@ CLAUDE_CODE = ("system:a", "user:b", "system:c", "assistant:d", "system:e", "use
             "[user] a\n\nb|[assistant] c\n\nd|",
         ),
         (SYSTEM_FIRST, ("user:a", "user:b"), "[user] a|[user] b|"),
+        (
+            COUNTED,
+            ("user:a", "assistant:!", "tool:b", "user:c", "user:d", "assistant:e", "user:f"),
+            "[user] a|[assistant] look()|[tool] b\n\nc\n\nd|[assistant] e|[user] f|",
+        ),
+        (
+            ANYWHERE,
+            ("user:a", "assistant:!", "tool:b", "user:c"),
+            f"[user] a|[assistant] {CALL_TEXT}|[tool] b|[user] c|",
+        ),
+        (
+            NO_RESULTS,
+            ("user:a", "assistant:!", "tool:b", "user:c"),
+            "[user] a|[assistant] |[user] c|",
+        ),
     ],
 )
 def test_messages_that_a_template_does_not_write_are_merged(
@@ -280,6 +312,19 @@ SINGLE_CALLS = CALLING.replace(
 THOUGHT_ONLY = CALLING.replace(
     "CHECK", f"{{% if m.content and m.thinking %}}{REFUSED}{{% endif %}}"
 )
+TEXT_ARGUMENTS = CALLING.replace("CHECK", "{{ c.function.arguments + ';' }}")
+"""As Apertus."""
+ARGUMENTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}] {% if m.content is none %}{% for c in m.tool_calls %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}|"
+    "{% endfor %}"
+)
+"""As the models that DeepSeek distilled."""
+NAMED_RESULTS = (
+    f"{{% for m in messages if m.role == 'tool' and not m.name %}}{REFUSED}{{% endfor %}}"
+    "{% for m in messages %}[{{ m.name or m.role }}] {{ m.content }}"
+    "{% for c in m.tool_calls %}CHECK{{ c.function.name }}{% endfor %}|{% endfor %}"
+)
 ANY_CALLS = CALLING.replace("CHECK", "")
 
 
@@ -303,7 +348,7 @@ def called(*ids: str, **fields: str) -> list[dict[str, Any]]:
     [
         (
             ANY_CALLS,
-            "[user] a|[assistant] (t)bf0#i0f1#i1|[tool] of i1#i1|[tool] of i0#i0|[tool] c#other|"
+            "[user] a|[assistant] (t)bf0#i0f1#i1|[tool] of i0#i0|[tool] of i1#i1|[tool] c#other|"
             "[user] d|",
         ),
         (
@@ -313,11 +358,11 @@ def called(*ids: str, **fields: str) -> list[dict[str, Any]]:
         ),
         *(
             (
-                THOUGHT_ONLY + end,
-                "[user] a|[assistant] (t\n\nb)f0#i0f1#i1|[tool] of i1#i1|[tool] of i0#i0|"
-                f"[tool] c#other|[user] d|{end}",
+                THOUGHT_ONLY.replace("thinking", name),
+                "[user] a|[assistant] (t\n\nb)f0#i0f1#i1|[tool] of i0#i0|[tool] of i1#i1|"
+                "[tool] c#other|[user] d|",
             )
-            for end in ("", ".")
+            for name in REASONING_NAMES
         ),
     ],
 )
@@ -325,8 +370,155 @@ def test_calls_are_written_in_the_form_that_a_template_takes(
     renderer: ChildProcess, template: str, expected: str
 ) -> None:
     """A template that refuses the answer of its own model would end the conversation."""
-    given = called("i0", "i1", thinking="t", reasoning_content="t")
+    given = called("i0", "i1", **dict.fromkeys(REASONING_NAMES, "t"))
     assert render(renderer, template, {"conversations": [given]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TEXT_ARGUMENTS, '[assistant] {"x": "ö<"};f0#i0|[tool] of i0#i0|'),
+        (ARGUMENTS_ALONE, '[assistant] f0{"x": "ö<"}|[tool] of i0|'),
+        (ANY_CALLS, "[assistant] f0#i0|[tool] of i0#i0|"),
+        (
+            ANY_CALLS.replace("m.content }}", "m.content }}{% if m.content is none %}!{% endif %}"),
+            "[assistant] f0#i0|[tool] of i0#i0|",
+        ),
+    ],
+)
+def test_arguments_are_text_where_a_template_demands_it(
+    renderer: ChildProcess, template: str, expected: str
+) -> None:
+    given = called("i0", content="")
+    (call,) = given[1]["tool_calls"]
+    call["function"]["arguments"] = {"x": "ö<"}
+    assert expected in render(renderer, template, {"conversations": [given]})
+    call["function"]["arguments"] = "no JSON"
+    given[0]["role"] = given[-1]["role"] = "system"
+    found = render(renderer, template, {"conversations": [given]})
+    assert ("no JSON" in found) is ("arguments" in template)
+
+
+@pytest.mark.parametrize("refused", ["", "c.id|length != 9", "m.tool_calls|length != 1"])
+def test_results_have_names_only_where_a_template_demands_them(
+    renderer: ChildProcess, refused: str
+) -> None:
+    """Clients of OpenAI and Anthropic send none. A template may write a name as the role."""
+    check = f"{{% if {refused} %}}{REFUSED}{{% endif %}}" if refused else ""
+    template = NAMED_RESULTS.replace("CHECK", check)
+    given = called("i0", "i1")
+    given[2]["name"] = "given"  # of the result of i1
+    found = render(renderer, template, {"conversations": [given]})
+    between = "|" if "length != 1" not in refused else "|[assistant] f1|"
+    for part in ("|[f0] of i0|", f"{between}[given] of i1|[unknown] c|"):
+        assert part in found
+    free = template.replace(REFUSED, "")
+    assert "|[tool] of i0|" in render(renderer, free, {"conversations": [given]})
+
+
+def test_ids_have_the_names_of_calls_where_a_template_writes_only_ids(
+    renderer: ChildProcess,
+) -> None:
+    """As Kimi K2's, which writes the name of a result in place of its role."""
+    template = (
+        "{% for m in messages %}[{{ m.name or m.role }}] {{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.id }};{% endfor %}{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}|"
+        "{% endfor %}"
+    )
+    given = [*called("i0", "i1"), *called("i0")]
+    assert render(renderer, template, {"conversations": [given]}) == (
+        "[user] a|[assistant] bfunctions.f0:0;functions.f1:1;|[tool] of i0#functions.f0:0|"
+        "[tool] of i1#functions.f1:1|[tool] c#other|[user] d|"
+        "[user] a|[assistant] bfunctions.f0:2;|[tool] of i0#functions.f0:2|[tool] c#other|[user] d|"
+    )
+
+
+CALLED_F = '{"name": "f0", "arguments": {}}', '{"name": "f1", "arguments": {"x": "ö"}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (ANYWHERE + "{# <|tool_call|> #}", f"b\n<|tool_call|>[{CALLED_F[0]}, {CALLED_F[1]}]"),
+        (
+            ANYWHERE + "{# <|/tool_call|> #}",
+            f"b\n<|tool_call|>[{CALLED_F[0]}, {CALLED_F[1]}]<|/tool_call|>",
+        ),
+        (
+            ANYWHERE,
+            f"b\n<tool_call>\n{CALLED_F[0]}\n</tool_call>\n<tool_call>\n{CALLED_F[1]}\n</tool_call>",
+        ),
+        (ANYWHERE + "{# <start_function_call> #}", "b"),  # its format has no grammar
+        (ANY_CALLS, "bf0#i0f1#i1"),
+    ],
+)
+def test_calls_that_a_template_leaves_out_are_text(
+    renderer: ChildProcess, template: str, expected: str
+) -> None:
+    given = called("i0", "i1")
+    given[1]["tool_calls"][1]["function"]["arguments"] = {"x": "ö"}
+    found = render(renderer, template, {"conversations": [given]})
+    assert f"|[assistant] {expected}|[tool] of i0" in found
+
+
+IN_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and 'tools' in m and m.tools is not none %}"
+    "[system] {{ m.content }}<tools>{{ m.tools }}</tools>|{% else %}[{{ m.role }}] {{ m.content }}|"
+    "{% endif %}{% endfor %}"
+)
+"""As Phi-4-mini."""
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "expected"),
+    [
+        (IN_SYSTEM, ("user:a",), "[system] <tools>[TOOL]</tools>|[user] a|"),
+        (
+            IN_SYSTEM,
+            ("system:b", "user:a"),
+            "[system] b<tools>[TOOL]</tools>|[user] a|",
+        ),
+        (ANYWHERE + "{{ tools | tojson }}", ("user:a",), '[user] a|[{"function": TOOL}]'),
+        (ANYWHERE, ("user:a",), "[user] a|"),
+    ],
+)
+def test_a_template_gets_tools_in_the_form_that_it_takes(
+    renderer: ChildProcess, template: str, given: tuple[str, ...], expected: str
+) -> None:
+    messages = [message(each) for each in given]
+    function = {"name": "f", "description": "ö<", "parameters": {"type": "object"}}
+    variables = {"conversations": [messages], "tools": [{"function": function}]}
+    written = expected.replace("TOOL", json.dumps(function, ensure_ascii=False))
+    assert render(renderer, template, variables) == written
+    assert "tools" not in render(renderer, template, {**variables, "tools": None})
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (ANYWHERE, ["writes no tools"]),
+        (IN_SYSTEM, ["no known format"]),
+        (IN_SYSTEM + "{# <TOOLCALL> #}", []),
+        (QWEN, []),
+        ("{{ raise_exception('no day') }}<tool_call>", []),
+    ],
+)
+async def test_the_log_tells_what_a_template_lacks_for_tools(
+    template: str, expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    await byte_tokenizer(chat_template=template).wait_for_chats()
+    assert len(caplog.messages) == len(expected)
+    assert all(part in line for part, line in zip(expected, caplog.messages, strict=True))
+
+
+def test_results_are_in_the_order_of_their_calls_in_each_turn(renderer: ChildProcess) -> None:
+    """A template that writes no ids would give a result to another call."""
+    first, second = called("i0", "i1"), called("i2", "i0", "i1")
+    second[1]["content"] = "e"
+    found = render(renderer, ANY_CALLS, {"conversations": [[*first, *second, message("tool:f")]]})
+    results = [each for each in found.split("|") if each.startswith("[tool]")]
+    ids = [each.partition("#")[2] for each in results]
+    assert ids == ["i0", "i1", "other", "i2", "i0", "i1", "other", ""]
 
 
 def test_ids_of_calls_are_as_short_as_a_template_demands(renderer: ChildProcess) -> None:
@@ -334,7 +526,7 @@ def test_ids_of_calls_are_as_short_as_a_template_demands(renderer: ChildProcess)
     found = render(renderer, SHORT_IDS, {"conversations": [given]})
     _, calls, *results, _, _, _ = found.split("|")
     ids = [each[:9] for each in calls.split("#")[1:]]
-    assert [each.rpartition("#")[2] for each in results] == ids[::-1]
+    assert [each.rpartition("#")[2] for each in results] == ids
     assert (len({*ids}), ids[2]) == (3, "abcDEF123")
     assert all(each.isalnum() for each in ids)
     assert render(renderer, SHORT_IDS, {"conversations": [given]}) == found
@@ -362,7 +554,8 @@ def test_merging_keeps_every_text_and_the_order_of_turns(
 
     def shows(tried: tuple[str, ...]) -> bool:
         if not {"system", "developer"} & set(tried):
-            return takes_repeats
+            in_turn = all(a != b for a, b in pairwise(tried)) and tried[-2:] != ("tool", "user")
+            return takes_repeats or in_turn
         return takes_first and len(tried) == 2
 
     found = arrange(messages, shows)
@@ -375,7 +568,8 @@ def test_merging_keeps_every_text_and_the_order_of_turns(
     assert all(each["role"] not in ("system", "developer") for each in found[1:])
     if not takes_repeats:
         pairs = pairwise(found)
-        assert not any(a["role"] == b["role"] in ("user", "assistant") for a, b in pairs)
+        roles_in_row = {(a["role"], b["role"]) for a, b in pairs}
+        assert not roles_in_row & {("user", "user"), ("assistant", "assistant"), ("tool", "user")}
     assert messages == [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
 
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
@@ -30,7 +31,12 @@ from tandem.tests.router.frontend.test_tools import accepts, call_grammar, chat,
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 SIGNS = {
+    "glm45": "<tool_call>{name}\n<arg_key>",
     "qwen3_coder": "<tool_call><function=",
+    "nemotron_json": "<TOOLCALL>",
+    "deepseek_v3": "{# '<｜tool▁calls▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' #}x",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
     "hermes": "<tool_call>",
     "openai": "<|channel|>analysis<|message|>",
     "mistral_v11": "[TOOL_CALLS] [ARGS]",
@@ -63,6 +69,24 @@ Köln
 </parameter>
 </function>
 </tool_call>"""
+GLM = """<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Köln</arg_value>
+<arg_key>days</arg_key>
+<arg_value>3</arg_value>
+</tool_call>"""
+DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    f"```json\n{CITY}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V31 = (
+    f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CITY}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    f"<|tool_call_argument_begin|>{CITY}<|tool_call_end|><|tool_calls_section_end|>"
+)
 BARE = CODER.removeprefix("<tool_call>\n")
 LONGEST = "f" * 128
 Read = tuple[str, str, list[tuple[str, Any]]]
@@ -119,6 +143,41 @@ CALLS: list[tuple[str, str, Read]] = [
     ),
     ("gemma4", 'a <|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>', ("a ", "", ONE)),
     ("gemma4", "<|tool_call>call:now{}<tool_call|> b", (" b", "", [("now", {})])),
+    (
+        "gemma4",
+        '<|tool_call>call:now{user-id:5, $filter : <|"|>a, b:{c}<|"|> ,a.b:[1, true, None, [],{}]'
+        ',\n<|"|>d e<|"|>:{x:null,y:False},"z":-2.5}<tool_call|>',
+        (
+            "",
+            "",
+            [
+                (
+                    "now",
+                    {
+                        "user-id": 5,
+                        "$filter": "a, b:{c}",
+                        "a.b": [1, True, None, [], {}],
+                        "d e": {"x": None, "y": False},
+                        "z": -2.5,
+                    },
+                )
+            ],
+        ),
+    ),
+    *(
+        ("gemma4", f"<|tool_call>{text}<tool_call|>", (f"<|tool_call>{text}<tool_call|>", "", []))
+        for text in (
+            "call:now{a:1",
+            "call:now{a:1}}",
+            "call:now{a:1,}",
+            "call:now{a}",
+            "call:now{a:b}",
+            "call:now{a:1 b:2}",
+            'call:now{a:<|"|>b}',
+            "call:now[]",
+            "call:now{,}",
+        )
+    ),
     ("phi4_mini_json", f"<|tool_call|>{LIST}<|/tool_call|>", ("", "", TWO)),
     ("phi4_mini_json", f"functools{LIST}", ("", "", TWO)),
     ("phi4_mini_json", "use functools.cache", ("use functools.cache", "", [])),
@@ -201,6 +260,69 @@ CALLS: list[tuple[str, str, Read]] = [
         "<function=now></function> is text",
         ("<function=now></function> is text", "", []),
     ),
+    (
+        "glm45",
+        f"a\n{GLM}\n{GLM}b",
+        ("a\n\nb", "", [("weather", {"city": "Köln", "days": "3"})] * 2),
+    ),
+    ("glm45", GLM.replace("\n", ""), ("", "", [("weather", {"city": "Köln", "days": "3"})])),
+    ("glm45", "<tool_call>now\n</tool_call><tool_call>now</tool_call>", ("", "", TWO[1:] * 2)),
+    (
+        "glm45",
+        GLM.replace("Köln", "a</tool_call></arg_value> <tool_call>\n<arg_key >"),
+        (
+            "",
+            "",
+            [
+                (
+                    "weather",
+                    {"city": "a</tool_call></arg_value> <tool_call>\n<arg_key >", "days": "3"},
+                )
+            ],
+        ),
+    ),
+    ("glm45", f"{hermes('weather', CITY)} so", ("so", "", ONE)),
+    ("glm45", hermes("weather", CITY).removesuffix("</tool_call>"), ("", "", ONE)),
+    ("glm45", GLM.removesuffix("\n</tool_call>"), (GLM.removesuffix("\n</tool_call>"), "", [])),
+    *(
+        ("glm45", f"<tool_call>{text}</tool_call>", (f"<tool_call>{text}</tool_call>", "", []))
+        for text in (
+            "yes",
+            "now<arg_key>a</arg_key>",
+            "now<arg_key>a</arg_key><arg_value>1</arg_value>2",
+            "now<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value>",
+        )
+    ),
+    *(
+        (
+            "deepseek_v3",
+            f"I look.{DEEPSEEK_V3}".replace(
+                "<｜tool▁calls▁end｜>",
+                "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
+                f"<｜tool▁call▁end｜>{end}",
+            ),
+            ("I look.", "", TWO),
+        )
+        for end in ("", "\n", "<｜tool▁calls▁end｜>", "\n<｜tool▁calls▁end｜>")
+    ),
+    ("deepseek_v31", f"{DEEPSEEK_V31} b", (" b", "", ONE)),
+    (
+        "deepseek_v31",
+        DEEPSEEK_V31.replace("weather", "function"),
+        ("", "", [("function", ONE[0][1])]),
+    ),
+    ("deepseek_v31", DEEPSEEK_V31.replace("}", ""), (DEEPSEEK_V31.replace("}", ""), "", [])),
+    ("kimi_k2", f"I look.{KIMI} b", ("I look. b", "", ONE)),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|> <|tool_call_begin|> functions.a.b:c:10 "
+        '<|tool_call_argument_begin|> {"x": 1} <|tool_call_end|>\n<|tool_call_begin|>now'
+        "<|tool_call_argument_begin|>{}<|tool_call_end|> <|tool_calls_section_end|>",
+        ("", "", [("a.b:c", {"x": 1}), ("now", {})]),
+    ),
+    ("kimi_k2", KIMI.replace("tool_call_end", "x"), (KIMI.replace("tool_call_end", "x"), "", [])),
+    ("nemotron_json", f"I look.<TOOLCALL>{LIST}</TOOLCALL> b", ("I look. b", "", TWO)),
+    ("nemotron_json", "<TOOLCALL>[5]</TOOLCALL>", ("<TOOLCALL>[5]</TOOLCALL>", "", [])),
     ("hermes", hermes("weather", CITY), ("", "", ONE)),
     ("llama3_json", llama("weather", CITY), ("", "", ONE)),
 ]
@@ -280,6 +402,22 @@ def test_a_tag_of_reasoning_in_an_argument_is_text(name: str, thought: str) -> N
         assert found == ("", "Hm." if thought else "", [("weather", json.loads(given))])
 
 
+@pytest.mark.parametrize("end", ["</think>\n\n", "\n\n", ""])
+def test_a_call_of_qwen_coder_ends_the_reasoning(end: str) -> None:
+    thought = "<think>Use <tool_call>, or <function=x>."
+    for answer, may_call in ((f"{thought}{end}{CODER}", True), (f"{thought}{end}{CODER}", False)):
+        asked = chat() if may_call else inference_pb2.Chat()
+        for pieces in ([answer], list(answer)):
+            text, reasoning, calls = read(parser(THINK + SIGNS["qwen3_coder"], asked), pieces)
+            if may_call:
+                assert (text, reasoning) == ("", "Use <tool_call>, or <function=x>.")
+                assert [name for name, _ in calls] == ["weather"]
+            else:
+                assert (calls, CODER in text + reasoning) == ([], True)
+    hermes_too = read(parser(THINK + SIGNS["hermes"], chat()), [f"{thought}{CODER}"])
+    assert hermes_too == ("", thought.removeprefix("<think>") + CODER, [])
+
+
 OPENINGS = (THINK, "[THINK]", "<|channel>thought", "<|START_THINKING|>")
 TEMPLATES = [f"{reasoning}{sign}" for sign in SIGNS.values() for reasoning in ("", *OPENINGS)]
 MARKUP = [
@@ -295,6 +433,18 @@ MARKUP = [
         "</function>",
         "<parameter=x>",
         "</parameter>",
+        "f<arg_key>x</arg_key><arg_value>",
+        "</arg_value>",
+        "<TOOLCALL>",
+        "</TOOLCALL>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>f:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
         '{"tool_name": "f", "parameters": {"x": 8}}',
     ),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<thi"),
@@ -395,6 +545,12 @@ def test_a_call_of_many_closing_tags_is_not_parsed_anew_at_each(
     answer = hermes("weather", json.dumps(arguments))
     assert read(parser(SIGNS["hermes"], chat()), list(answer)) == ("", "", [("weather", arguments)])
     assert sum(map(len, parsed)) < 10 * len(answer)
+
+
+def test_a_call_of_gemma_that_is_nested_too_deeply_is_text() -> None:
+    for text in ("{a:" * 5_000, "{a:[" * 200 + "1" + "]}" * 200):
+        answer = f"<|tool_call>call:now{text}<tool_call|>"
+        assert read(parser(SIGNS["gemma4"], chat()), [answer]) == (answer, "", [])
 
 
 def test_much_white_space_takes_no_long_time() -> None:
@@ -511,6 +667,15 @@ def test_arguments_in_the_form_of_python(
     assert coder_argument({"properties": {"a": schema}}, text) == expected
 
 
+def test_arguments_of_glm_are_of_the_types_of_their_schemas() -> None:
+    properties = {"city": STRING, "days": INTEGER}
+    tool = inference_pb2.Tool(name="weather", parameters=json.dumps({"properties": properties}))
+    asked = chat(tools=[tool])
+    calls = [("weather", {"city": "7", "days": 3})]
+    answer = GLM.replace("Köln", "7")
+    assert read(parser(SIGNS["glm45"], asked), list(answer)) == ("", "", calls)
+
+
 def coder_argument(parameters: dict[str, Any], text: str = "3") -> object:
     """Returns the argument that the parser of Qwen3-Coder reads from a text."""
     tool = inference_pb2.Tool(name="f", parameters=json.dumps(parameters))
@@ -574,6 +739,20 @@ def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
         assert read(parser(SIGNS[name], asked, is_bound=True), [written(name)]) == ("", "", ONE)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "kimi_k2", "nemotron_json"])
+def test_markup_of_a_grammar_may_be_special_tokens(name: str) -> None:
+    from llguidance.hf import from_tokenizer
+
+    fast = make_tokenizer()
+    fast.add_special_tokens({"additional_special_tokens": sorted(CALL_FORMATS[name].markup)})
+    fast.chat_template = SIGNS[name]
+    grammar = call_grammar(chat(inference_pb2.ToolChoice.MODE_REQUIRED), Tokenizer(fast))
+    matcher = LLMatcher(from_tokenizer(fast), grammar)
+    ids = fast(written(name))["input_ids"]
+    assert all(fast.convert_tokens_to_ids(text) in ids for text in CALL_FORMATS[name].markup)
+    assert (matcher.try_consume_tokens(ids), matcher.is_accepting()) == (len(ids), True)
+
+
 AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
     *(
@@ -612,7 +791,12 @@ async def test_a_call_or_a_bound_answer(
 def written(name: str) -> str:
     """Returns a call in a format."""
     return {
+        "glm45": hermes("weather", CITY),
         "qwen3_coder": hermes("weather", CITY),
+        "nemotron_json": f'<TOOLCALL>[{{"name": "weather", "arguments": {CITY}}}]</TOOLCALL>',
+        "deepseek_v3": DEEPSEEK_V3,
+        "deepseek_v31": DEEPSEEK_V31,
+        "kimi_k2": KIMI,
         "hermes": hermes("weather", CITY),
         "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}",
         "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{CITY}",
