@@ -139,6 +139,12 @@ def answer_size(request: inference_pb2.GenerateRequest, num_prompt: int, max_tok
     return num_generated(request) * max_tokens * size + num_prompt * prompt_size
 
 
+def most_answer_tokens(request: inference_pb2.GenerateRequest, num_prompt: int) -> int:
+    """Returns the largest max_tokens within MAX_ANSWER_SIZE, or 1 if even that is too much."""
+    rest = limits.MAX_ANSWER_SIZE - answer_size(request, num_prompt, 0)
+    return max(rest // answer_size(request, 0, 1), 1)
+
+
 def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None:
     """Raises InvalidArgument if an answer, or all answers of a body, may become too large."""
     if size > limits.MAX_ANSWER_SIZE:
