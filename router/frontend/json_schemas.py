@@ -97,6 +97,9 @@ llguidance has a lexer state for each remainder. 9,973 takes 30 ms and 1 MB, 999
 340 MB. Large powers of 2 and 5 have no bound here; the limits of the check refuse them.
 """
 
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_LARGEST_INTEGER: Final = 2**63 - 1
+
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance: the separators of Python's json.
 
@@ -213,6 +216,7 @@ def _readable(schema: Any, root: Any, place: str) -> Any:
             f"{_at(place)}'multipleOf' without its factors 2 and 5 must be at most {_MAX_FACTOR}; "
             "use a smaller number or leave it out"
         )
+    _check_integers(found, place)
     if unreadable := next((name for name in _UNREADABLE if name in found), ""):
         raise ValueError(
             f"{_at(place)}the keyword {unreadable!r} is not supported in this form; leave it out"
@@ -229,6 +233,31 @@ def _factor(multiple: Any) -> int:
         while number and number % prime == 0:
             number //= prime
     return number
+
+
+def _check_integers(found: Mapping[str, Any], place: str) -> None:
+    """Raises ValueError for an integer that llguidance would round.
+
+    llguidance keeps numbers as float64, and integers within 64 bits.
+    """
+    for name in ("const", "enum", *_BOUNDS):
+        for number in _integers(found.get(name)):
+            if name in ("maximum", "exclusiveMaximum") and number >= _LARGEST_INTEGER:
+                continue  # 2**63 - 1 is enforced, so each value is still within the bound
+            if abs(number) > _LARGEST_INTEGER or int(float(number)) != number:
+                raise ValueError(
+                    f"{_at(place)}{name!r} has the integer {str(number)[:32]}, which cannot be "
+                    "enforced exactly; use one from -(2**53) to 2**53, or a string"
+                )
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """Yields the integers in a value, also in its lists and objects."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _integers(each)
 
 
 def _at(place: str) -> str:

@@ -404,6 +404,25 @@ async def test_schemas_as_zod_and_pydantic_write_them() -> None:
     assert takes(grammar, '{"not": 1, "format": 2}')
 
 
+@pytest.mark.parametrize("number", [2**53, 2**53 + 2, 2**62 + 2**10, -(2**62)])
+async def test_large_integers_are_exact(number: int) -> None:
+    schemas: list[dict[str, Any]] = [{"const": number}, {"enum": [number]}]
+    schemas.append({"type": "integer", "minimum": number, "maximum": number})
+    for schema in schemas:
+        grammar = await grammar_of(json_schema=json.dumps(schema))
+        assert takes(grammar, str(number))
+        assert not any(takes(grammar, str(number + step)) for step in (-2, 2))
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64])
+async def test_no_integer_is_above_a_maximum_beyond_64_bits(number: int) -> None:
+    for name in ("maximum", "exclusiveMaximum"):
+        schema = {"type": "integer", name: number}
+        grammar = await grammar_of(json_schema=json.dumps(schema))
+        assert takes(grammar, str(2**63 - 2))
+        assert not takes(grammar, str(number + 1))
+
+
 async def test_a_schema_that_grows_too_large_is_refused() -> None:
     width = r"(?=[\d.]{1,99}0*$)\d*\.\d*0*$"
     schemas = [{"pattern": f"^(?:a|{width})"}] * 1_000
