@@ -13,11 +13,13 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from decimal import Decimal
+from functools import partial
 from typing import Any, Final
 
 from ...proto import limits
-from .schema_patterns import has_lookaround, without_lookarounds
+from .schemas.numbers import refused_number
+from .schemas.patterns import has_lookaround, without_lookarounds
+from .schemas.unions import exclude
 
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -90,15 +92,7 @@ _ANNOTATIONS: Final = frozenset(
     )
 )
 _MAX_REFERENCES: Final = 8  # that are followed one after the other
-_MAX_FACTOR: Final = 10_000
-"""Bound of the part of `multipleOf` without factors 2 and 5.
-
-llguidance has a lexer state for each remainder. 9,973 takes 30 ms and 1 MB, 999,983 takes 6 s and
-340 MB. Large powers of 2 and 5 have no bound here; the limits of the check refuse them.
-"""
-
-_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_LARGEST_INTEGER: Final = 2**63 - 1
+_MAX_OPTIONS: Final = 100  # of a `oneOf` whose pairs are compared, in 0.2 s at most
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance: the separators of Python's json.
@@ -207,57 +201,18 @@ def _readable(schema: Any, root: Any, place: str) -> Any:
     found = _with_subschemas(schema, lambda value, name: _readable(value, root, name or place))
     _drop_without_effect(found)
     _express_objects(found, root)
+    _express_one_of(found, root)
     if isinstance(found.get("items"), bool | dict):  # then no item is unevaluated
         found.pop("unevaluatedItems", None)
     if isinstance(found.get("pattern"), str):
         _express_pattern(found, place)
-    if _factor(found.get("multipleOf")) > _MAX_FACTOR:
-        raise ValueError(
-            f"{_at(place)}'multipleOf' without its factors 2 and 5 must be at most {_MAX_FACTOR}; "
-            "use a smaller number or leave it out"
-        )
-    _check_integers(found, place)
+    if reason := refused_number(found):
+        raise ValueError(f"{_at(place)}{reason}")
     if unreadable := next((name for name in _UNREADABLE if name in found), ""):
         raise ValueError(
             f"{_at(place)}the keyword {unreadable!r} is not supported in this form; leave it out"
         )
     return found
-
-
-def _factor(multiple: Any) -> int:
-    """Returns the digits of `multipleOf` as a whole number without its factors 2 and 5."""
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
-        return 0
-    number = int("".join(map(str, Decimal(str(multiple)).as_tuple().digits)) or 0)
-    for prime in (2, 5):
-        while number and number % prime == 0:
-            number //= prime
-    return number
-
-
-def _check_integers(found: Mapping[str, Any], place: str) -> None:
-    """Raises ValueError for an integer that llguidance would round.
-
-    llguidance keeps numbers as float64, and integers within 64 bits.
-    """
-    for name in ("const", "enum", *_BOUNDS):
-        for number in _integers(found.get(name)):
-            if name in ("maximum", "exclusiveMaximum") and number >= _LARGEST_INTEGER:
-                continue  # 2**63 - 1 is enforced, so each value is still within the bound
-            if abs(number) > _LARGEST_INTEGER or int(float(number)) != number:
-                raise ValueError(
-                    f"{_at(place)}{name!r} has the integer {str(number)[:32]}, which cannot be "
-                    "enforced exactly; use one from -(2**53) to 2**53, or a string"
-                )
-
-
-def _integers(value: Any) -> Iterator[int]:
-    """Yields the integers in a value, also in its lists and objects."""
-    if isinstance(value, int):
-        yield value
-    elif isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _integers(each)
 
 
 def _at(place: str) -> str:
@@ -354,6 +309,30 @@ def _express_names(found: dict[str, Any], names: Any) -> None:
     others = {} if rest is False else {name: rest for name in allowed if name not in known}
     found["properties"] = {name: value for name, value in known.items() if name in allowed} | others
     found["additionalProperties"] = False
+
+
+def _express_one_of(found: dict[str, Any], root: Any) -> None:
+    """Replaces `oneOf` by `anyOf` if no value can match two of its schemas.
+
+    llguidance itself compares neither references nor numbers.
+    """
+    options = found.get("oneOf")
+    others = found.get("allOf", [])
+    if not isinstance(options, list) or not isinstance(others, list):
+        return
+    if not 1 <= len(options) <= _MAX_OPTIONS:
+        return
+    common = {"type": found["type"]} if "type" in found else {}
+    resolve = partial(resolved, root=root, alone=True)
+    targets = map(resolve, options)
+    schemas = [common | target if isinstance(target, dict) else {} for target in targets]
+    if not all(exclude(*pair, resolve) for pair in itertools.combinations(schemas, 2)):
+        return
+    del found["oneOf"]
+    if "anyOf" in found:
+        found["allOf"] = [*others, {"anyOf": options}]
+    else:
+        found["anyOf"] = options
 
 
 def _is_short(value: Any, most: int) -> bool:

@@ -4,16 +4,18 @@ import asyncio
 import json
 import threading
 import time
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from pydantic import BaseModel, Field, TypeAdapter
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.frontend.child_process import ChildProcess
 from tandem.router.frontend.constraint import GrammarValidator, either
+from tandem.router.frontend.json_schemas import close_objects
 from tandem.tests.waits import WAIT
 from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
@@ -421,6 +423,28 @@ async def test_no_integer_is_above_a_maximum_beyond_64_bits(number: int) -> None
         grammar = await grammar_of(json_schema=json.dumps(schema))
         assert takes(grammar, str(2**63 - 2))
         assert not takes(grammar, str(number + 1))
+
+
+async def test_a_union_of_pydantic_with_a_discriminator() -> None:
+    class Cat(BaseModel):
+        kind: Literal["cat"]
+        lives: int
+
+    class Dog(BaseModel):
+        kind: Literal["dog", "wolf"]
+        name: str
+
+    pet = TypeAdapter(Annotated[Cat | Dog, Field(discriminator="kind")])
+    grammar = await grammar_of(json_schema=json.dumps(close_objects(pet.json_schema())))
+    assert takes(grammar, '{"kind": "cat", "lives": 9}')
+    assert takes(grammar, '{"kind": "wolf", "name": "x"}')
+    assert not takes(grammar, '{"kind": "cat", "name": "x"}')
+
+
+async def test_one_of_and_any_of_hold_together() -> None:
+    schema = {"oneOf": [{"const": 1}, {"const": 2}], "anyOf": [{"const": 2}, {"const": 3}]}
+    grammar = await grammar_of(json_schema=json.dumps(schema))
+    assert [takes(grammar, text) for text in "123"] == [False, True, False]
 
 
 async def test_a_schema_that_grows_too_large_is_refused() -> None:

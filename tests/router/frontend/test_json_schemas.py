@@ -8,9 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
 from tandem.router.frontend.json_schemas import close_objects, readable
+from tandem.tests.examples import num_examples
 from tandem.tests.waits import WAIT
 
 
@@ -165,6 +169,84 @@ def test_what_asks_for_nothing_is_left_out_and_the_rest_expressed(
         "anyOf": [expected],
     }
     assert schema == before
+
+
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}}
+PETS = {"Cat": CAT, "Dog": {"title": "A dog", "$ref": "#/$defs/Wolf"}, "Wolf": DOG}
+REFERENCES = [{"$ref": "#/$defs/Cat", "title": "Cat"}, {"$ref": "#/$defs/Dog"}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        REFERENCES,
+        [CAT, {"type": "object", "additionalProperties": False}],
+        [{"type": "integer"}, {"$ref": "#/$defs/Cat"}, {"enum": ["a", None]}],
+        [{"const": 1}, {"const": 2.5}, {"const": True}],
+    ],
+)
+def test_one_of_schemas_that_exclude_each_other_is_any_of_them(options: list[Any]) -> None:
+    """As pydantic writes a union with a discriminator."""
+    schema = {"oneOf": options, "$defs": PETS}
+    assert readable(schema) == {"anyOf": options, "$defs": PETS}
+    both = readable(schema | {"anyOf": [{}], "allOf": [{}]})
+    assert both == {"anyOf": [{}], "allOf": [{}, {"anyOf": options}], "$defs": PETS}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [CAT, {"type": "object", "additionalProperties": False, "patternProperties": {"k": {}}}],
+        [{"type": "integer"}, {"type": "number"}],
+        [{"const": 1}, {"const": 1.0}],
+        [CAT, {"$ref": "#/$defs/missing"}],
+        [DOG, DOG | {"properties": {"kind": {"const": "cat"}}}],
+        [{"const": number} for number in range(101)],
+    ],
+)
+def test_one_of_schemas_that_may_match_the_same_value_stays(options: list[Any]) -> None:
+    assert readable({"oneOf": options}) == {"oneOf": options}
+
+
+_PROPERTY = st.sampled_from(
+    [{"const": 1}, {"const": True}, {"enum": ["a", 1.0]}, {"type": "string"}, {}, True, False]
+)
+_OPTION = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["object", "string", "integer", "number", ["null", "object"]]),
+        "enum": st.sampled_from([["a"], [1, {}], [1.0], [True, "b"], [{"a": 1}]]),
+        "properties": st.dictionaries(st.sampled_from("ab"), _PROPERTY),
+        "required": st.sampled_from([["a"], ["a", "b"]]),
+        "additionalProperties": st.booleans(),
+        "patternProperties": st.just({"b": {}}),
+    },
+)
+_MEMBERS: list[Any] = [None, "a", "b", 1, 1.5, True]
+_VALUES = [
+    *_MEMBERS,
+    [],
+    {},
+    *({"a": value} for value in _MEMBERS),
+    *({"a": first, "b": second} for first in _MEMBERS for second in _MEMBERS),
+]
+
+
+@given(
+    schema=st.fixed_dictionaries(
+        {"oneOf": st.lists(_OPTION, min_size=2, max_size=3)},
+        optional={"type": st.sampled_from(["object", "string"])},
+    )
+)
+@settings(max_examples=num_examples(100))
+def test_one_of_is_rewritten_only_without_another_meaning(schema: dict[str, Any]) -> None:
+    found = readable(schema)
+    if found == schema:
+        return
+    before = Draft202012Validator(schema)
+    after = Draft202012Validator(found)
+    assert [each for each in _VALUES if before.is_valid(each) != after.is_valid(each)] == []
 
 
 def test_names_may_be_a_reference() -> None:
