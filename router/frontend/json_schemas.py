@@ -173,7 +173,13 @@ def _closed(schema: Any, _name: str = "") -> Any:
     if not isinstance(schema, dict):
         return schema
     found = _with_subschemas(schema, _closed)
-    if isinstance(found.get("properties"), dict) and not any(name in found for name in _SAYS_MORE):
+    properties = found.get("properties")
+    if isinstance(properties, dict) and not any(name in found for name in _SAYS_MORE):
+        required = found.get("required")
+        names = required if isinstance(required, list) else []
+        missing = [name for name in names if isinstance(name, str) and name not in properties]
+        # A required property without a schema may have any value. Without it, nothing would match.
+        found["properties"] = properties | dict.fromkeys(missing, True)
         found["additionalProperties"] = False
     return found
 

@@ -441,6 +441,13 @@ async def test_a_union_of_pydantic_with_a_discriminator() -> None:
     assert not takes(grammar, '{"kind": "cat", "name": "x"}')
 
 
+async def test_a_closed_schema_has_required_properties_without_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a", "b"]}
+    grammar = await grammar_of(json_schema=json.dumps(close_objects(schema)))
+    assert takes(grammar, '{"a": 1, "b": [2]}')
+    assert not takes(grammar, '{"a": 1, "b": [2], "c": 3}')
+
+
 async def test_one_of_and_any_of_hold_together() -> None:
     schema = {"oneOf": [{"const": 1}, {"const": 2}], "anyOf": [{"const": 2}, {"const": 3}]}
     grammar = await grammar_of(json_schema=json.dumps(schema))

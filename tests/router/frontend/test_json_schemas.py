@@ -70,6 +70,15 @@ def test_what_says_more_or_is_put_together_stays_as_it_is(schema: dict[str, Any]
     assert close_objects(schema) == schema
 
 
+def test_a_required_property_without_a_schema_is_kept_by_closing() -> None:
+    schema = {"properties": {"a": {"type": "string"}}, "required": ["a", "b", {}]}
+    assert close_objects(schema) == schema | {
+        "properties": {"a": {"type": "string"}, "b": True},
+        "additionalProperties": False,
+    }
+    assert close_objects({"properties": {}, "required": 3})["properties"] == {}
+
+
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     schema = {
         "properties": {
