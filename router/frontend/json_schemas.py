@@ -38,6 +38,9 @@ _SCHEMAS: Final = (
 )
 """Keywords whose values are schemas by name, lists of schemas, or a schema (`items`: both)."""
 
+_VALUES: Final = ("const", "enum", "discriminator", "dependentRequired")
+"""Keywords whose values are no schemas. References may lead to schemas in unknown keywords."""
+
 _REFERENCES: Final = ("$ref", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas")
 _SAYS_MORE: Final = (
     "additionalProperties",
@@ -82,6 +85,7 @@ _ANNOTATIONS: Final = frozenset(
         "description",
         "default",
         "deprecated",
+        "example",
         "examples",
         "readOnly",
         "writeOnly",
@@ -91,6 +95,7 @@ _ANNOTATIONS: Final = frozenset(
         "id",
     )
 )
+_KNOWN: Final = frozenset((*_MAPS, *_LISTS, *_SCHEMAS, *_VALUES)) | _ANNOTATIONS
 _MAX_REFERENCES: Final = 8  # that are followed one after the other
 _MAX_OPTIONS: Final = 100  # of a `oneOf` whose pairs are compared, in 0.2 s at most
 
@@ -155,7 +160,10 @@ def _target(reference: str, root: Any) -> Any:
 def _with_subschemas(
     schema: Mapping[str, Any], change: Callable[[Any, str], Any]
 ) -> dict[str, Any]:
-    """Returns a copy with `change` applied to each schema directly below and its name or ""."""
+    """Returns a copy with `change` applied to each schema directly below and its name or "".
+
+    Reads unknown keywords as schemas too, as references such as `#/components/schemas/a` do.
+    """
     found = dict(schema)
     for name in _MAPS:
         if isinstance(found.get(name), dict):
@@ -166,6 +174,11 @@ def _with_subschemas(
     for name in _SCHEMAS:
         if isinstance(found.get(name), dict):
             found[name] = change(found[name], "")
+    for name in found.keys() - _KNOWN:
+        if isinstance(found[name], dict):
+            found[name] = change(found[name], name)
+        elif isinstance(found[name], list):
+            found[name] = [change(value, name) for value in found[name]]
     return found
 
 

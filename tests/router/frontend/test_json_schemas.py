@@ -4,6 +4,7 @@ import copy
 import itertools
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -70,6 +71,31 @@ def test_what_says_more_or_is_put_together_stays_as_it_is(schema: dict[str, Any]
     assert close_objects(schema) == schema
 
 
+@pytest.mark.parametrize(
+    ("place", "reference"),
+    [
+        (lambda pet: {"components": {"schemas": {"Pet": pet}}}, "#/components/schemas/Pet"),
+        (lambda pet: {"$defs": {"Group": {"Pet": pet}}}, "#/$defs/Group/Pet"),
+        (lambda pet: {"others": [pet]}, "#/others/0"),
+    ],
+)
+def test_schemas_that_only_a_reference_leads_to(
+    place: Callable[[Any], dict[str, Any]], reference: str
+) -> None:
+    schema = {"items": {"$ref": reference}}
+    pet = {"properties": {"a": {"type": "string", "format": "phone"}}}
+    assert close_objects(schema | place(pet)) == schema | place(
+        pet | {"additionalProperties": False}
+    )
+    assert readable(schema | place(pet)) == schema | place(
+        {"properties": {"a": {"type": "string"}}}
+    )
+    with pytest.raises(ValueError, match="'not'"):
+        readable(schema | place({"not": {}}))
+    joined = schema | place({"allOf": [pet, pet]})
+    assert close_objects(joined) == joined
+
+
 def test_a_required_property_without_a_schema_is_kept_by_closing() -> None:
     schema = {"properties": {"a": {"type": "string"}}, "required": ["a", "b", {}]}
     assert close_objects(schema) == schema | {
@@ -106,7 +132,11 @@ def test_properties_named_as_keywords_are_properties() -> None:
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     assert close_objects(schema) == schema | {"additionalProperties": False}
     assert readable(schema) == schema
-    values = {"enum": [{"if": 1, "properties": 2, "format": "phone"}], "default": {"not": {}}}
+    values = {
+        "enum": [{"if": 1, "properties": 2, "format": "phone"}],
+        "default": {"not": {}},
+        "example": {"if": 1},
+    }
     assert readable(values) == values
 
 
