@@ -444,7 +444,8 @@ def _fit_context(
     least = 1 if reduces else max(explicit or 1, 1)
     if len(ids) + least > context:
         if not truncates:
-            raise ContextExceeded(len(ids), least, context, "prompt")
+            generated = 0 if explicit == 0 else least
+            raise ContextExceeded(len(ids), generated, context, "prompt")
         ids = ids[least - context :]
     rest = context - len(ids)
     if explicit is None:

@@ -303,6 +303,27 @@ async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
     assert error.remedy == remedy
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pooling": inference_pb2.POOLING_MEAN},
+        {"stopping": {"max_tokens": 0}, "prompt_logprobs": 0},
+        {"stopping": {"max_tokens": 0}, "echo": True},
+    ],
+)
+async def test_a_prompt_without_tokens_to_generate_is_one_shorter_than_the_context(
+    fields: dict[str, Any],
+) -> None:
+    submit = (await prepare(request("x" * 63, **fields), MODEL, CONTEXT)).tokens.submit
+    assert (len(submit.token_ids), submit.max_tokens) == (63, 1)
+    with pytest.raises(ContextExceeded) as caught:
+        await prepare(request("x" * 64, **fields), MODEL, CONTEXT)
+    assert caught.value.message == (
+        "prompt: 64 prompt tokens do not fit the context of 64 tokens; shorten the prompt to at "
+        "most 63"
+    )
+
+
 @pytest.mark.parametrize("truncate", [False, True])
 async def test_max_tokens_as_long_as_the_context_are_refused(truncate: bool) -> None:
     error = await refused(request(stopping={"max_tokens": 64}, truncate_prompt=truncate))
