@@ -448,6 +448,16 @@ async def test_a_closed_schema_has_required_properties_without_a_schema() -> Non
     assert not takes(grammar, '{"a": 1, "b": [2], "c": 3}')
 
 
+@pytest.mark.parametrize("character", "<>-@#%&=!:;,'~`/_.+*()|[]{}^?é")
+async def test_lookaheads_exclude_each_character(character: str) -> None:
+    """In the patterns of llguidance, an escaped `<` is the beginning of a word."""
+    escaped = f"\\{character}" if character in ".+*()|[]{}^?" else character
+    for pattern in (f"^(?!{escaped}).*$", f"^(?!.*{escaped}).*$", f"^(?!.*{escaped}a).*$"):
+        grammar = await grammar_of(json_schema=json.dumps({"type": "string", "pattern": pattern}))
+        assert takes(grammar, '"ba"')
+        assert not takes(grammar, json.dumps(f"{character}a", ensure_ascii=False))
+
+
 async def test_one_of_and_any_of_hold_together() -> None:
     schema = {"oneOf": [{"const": 1}, {"const": 2}], "anyOf": [{"const": 2}, {"const": 3}]}
     grammar = await grammar_of(json_schema=json.dumps(schema))
