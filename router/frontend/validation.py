@@ -43,6 +43,11 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
             raise InvalidArgument(
                 "not allowed with a suffix, whose first token would be cut off", name
             )
+    if request.echo and request.prompt.suffix and request.HasField("logprobs"):
+        raise InvalidArgument(
+            "not allowed with echo and a suffix, whose tokens are not in the text; leave out echo",
+            "logprobs",
+        )
     _check_truncation(request)
     check_prompt_cache(request)
     _check_stopping(request)
