@@ -57,16 +57,21 @@ class InvalidArgument(TandemError, code="INVALID_ARGUMENT", http_status=400):
 class ContextExceeded(InvalidArgument, code="INVALID_ARGUMENT", http_status=400):
     """Reports a prompt that does not fit the context together with the tokens to generate.
 
-    The HTTP APIs report it with words and a code of their own, by which clients recognise it.
+    If nothing is to be generated, `num_generated` is 0. Such a prompt may have one token less than
+    the context, because workers reserve a place for one token. The HTTP APIs report the error with
+    words and a code of their own, by which clients recognise it.
     """
 
     def __init__(self, num_prompt: int, num_generated: int, context: int, field: str) -> None:
         self.remedy = "shorten the prompt"
-        if num_prompt < context:
+        self.generated = f" and {num_generated} to generate" if num_generated else ""
+        if not num_generated:
+            self.remedy = f"shorten the prompt to at most {context - 1}"
+        elif num_prompt < context:
             self.remedy = f"ask for at most {context - num_prompt}"
         super().__init__(
-            f"{num_prompt} prompt tokens and {num_generated} to generate do not fit the context of "
-            f"{context} tokens; {self.remedy}",
+            f"{num_prompt} prompt tokens{self.generated} do not fit the context of {context} "
+            f"tokens; {self.remedy}",
             field,
         )
         self.num_prompt = num_prompt

@@ -13,11 +13,13 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from decimal import Decimal
+from functools import partial
 from typing import Any, Final
 
 from ...proto import limits
-from .schema_patterns import has_lookaround, without_lookarounds
+from .schemas.numbers import refused_number
+from .schemas.patterns import has_lookaround, without_lookarounds
+from .schemas.unions import exclude
 
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -35,6 +37,9 @@ _SCHEMAS: Final = (
     "else",
 )
 """Keywords whose values are schemas by name, lists of schemas, or a schema (`items`: both)."""
+
+_VALUES: Final = ("const", "enum", "discriminator", "dependentRequired")
+"""Keywords whose values are no schemas. References may lead to schemas in unknown keywords."""
 
 _REFERENCES: Final = ("$ref", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas")
 _SAYS_MORE: Final = (
@@ -80,6 +85,7 @@ _ANNOTATIONS: Final = frozenset(
         "description",
         "default",
         "deprecated",
+        "example",
         "examples",
         "readOnly",
         "writeOnly",
@@ -89,13 +95,9 @@ _ANNOTATIONS: Final = frozenset(
         "id",
     )
 )
+_KNOWN: Final = frozenset((*_MAPS, *_LISTS, *_SCHEMAS, *_VALUES)) | _ANNOTATIONS
 _MAX_REFERENCES: Final = 8  # that are followed one after the other
-_MAX_FACTOR: Final = 10_000
-"""Bound of the part of `multipleOf` without factors 2 and 5.
-
-llguidance has a lexer state for each remainder. 9,973 takes 30 ms and 1 MB, 999,983 takes 6 s and
-340 MB. Large powers of 2 and 5 have no bound here; the limits of the check refuse them.
-"""
+_MAX_OPTIONS: Final = 100  # of a `oneOf` whose pairs are compared, in 0.2 s at most
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance: the separators of Python's json.
@@ -158,7 +160,10 @@ def _target(reference: str, root: Any) -> Any:
 def _with_subschemas(
     schema: Mapping[str, Any], change: Callable[[Any, str], Any]
 ) -> dict[str, Any]:
-    """Returns a copy with `change` applied to each schema directly below and its name or ""."""
+    """Returns a copy with `change` applied to each schema directly below and its name or "".
+
+    Reads unknown keywords as schemas too, as references such as `#/components/schemas/a` do.
+    """
     found = dict(schema)
     for name in _MAPS:
         if isinstance(found.get(name), dict):
@@ -169,6 +174,11 @@ def _with_subschemas(
     for name in _SCHEMAS:
         if isinstance(found.get(name), dict):
             found[name] = change(found[name], "")
+    for name in found.keys() - _KNOWN:
+        if isinstance(found[name], dict):
+            found[name] = change(found[name], name)
+        elif isinstance(found[name], list):
+            found[name] = [change(value, name) for value in found[name]]
     return found
 
 
@@ -176,7 +186,13 @@ def _closed(schema: Any, _name: str = "") -> Any:
     if not isinstance(schema, dict):
         return schema
     found = _with_subschemas(schema, _closed)
-    if isinstance(found.get("properties"), dict) and not any(name in found for name in _SAYS_MORE):
+    properties = found.get("properties")
+    if isinstance(properties, dict) and not any(name in found for name in _SAYS_MORE):
+        required = found.get("required")
+        names = required if isinstance(required, list) else []
+        missing = [name for name in names if isinstance(name, str) and name not in properties]
+        # A required property without a schema may have any value. Without it, nothing would match.
+        found["properties"] = properties | dict.fromkeys(missing, True)
         found["additionalProperties"] = False
     return found
 
@@ -204,31 +220,18 @@ def _readable(schema: Any, root: Any, place: str) -> Any:
     found = _with_subschemas(schema, lambda value, name: _readable(value, root, name or place))
     _drop_without_effect(found)
     _express_objects(found, root)
+    _express_one_of(found, root)
     if isinstance(found.get("items"), bool | dict):  # then no item is unevaluated
         found.pop("unevaluatedItems", None)
     if isinstance(found.get("pattern"), str):
         _express_pattern(found, place)
-    if _factor(found.get("multipleOf")) > _MAX_FACTOR:
-        raise ValueError(
-            f"{_at(place)}'multipleOf' without its factors 2 and 5 must be at most {_MAX_FACTOR}; "
-            "use a smaller number or leave it out"
-        )
+    if reason := refused_number(found):
+        raise ValueError(f"{_at(place)}{reason}")
     if unreadable := next((name for name in _UNREADABLE if name in found), ""):
         raise ValueError(
             f"{_at(place)}the keyword {unreadable!r} is not supported in this form; leave it out"
         )
     return found
-
-
-def _factor(multiple: Any) -> int:
-    """Returns the digits of `multipleOf` as a whole number without its factors 2 and 5."""
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
-        return 0
-    number = int("".join(map(str, Decimal(str(multiple)).as_tuple().digits)) or 0)
-    for prime in (2, 5):
-        while number and number % prime == 0:
-            number //= prime
-    return number
 
 
 def _at(place: str) -> str:
@@ -325,6 +328,30 @@ def _express_names(found: dict[str, Any], names: Any) -> None:
     others = {} if rest is False else {name: rest for name in allowed if name not in known}
     found["properties"] = {name: value for name, value in known.items() if name in allowed} | others
     found["additionalProperties"] = False
+
+
+def _express_one_of(found: dict[str, Any], root: Any) -> None:
+    """Replaces `oneOf` by `anyOf` if no value can match two of its schemas.
+
+    llguidance itself compares neither references nor numbers.
+    """
+    options = found.get("oneOf")
+    others = found.get("allOf", [])
+    if not isinstance(options, list) or not isinstance(others, list):
+        return
+    if not 1 <= len(options) <= _MAX_OPTIONS:
+        return
+    common = {"type": found["type"]} if "type" in found else {}
+    resolve = partial(resolved, root=root, alone=True)
+    targets = map(resolve, options)
+    schemas = [common | target if isinstance(target, dict) else {} for target in targets]
+    if not all(exclude(*pair, resolve) for pair in itertools.combinations(schemas, 2)):
+        return
+    del found["oneOf"]
+    if "anyOf" in found:
+        found["allOf"] = [*others, {"anyOf": options}]
+    else:
+        found["anyOf"] = options
 
 
 def _is_short(value: Any, most: int) -> bool:

@@ -40,6 +40,7 @@ from .validation import (
     check_parameters,
     complete_beam_search,
     complete_sampling,
+    most_answer_tokens,
     num_answers,
     num_generated,
 )
@@ -96,9 +97,9 @@ async def prepare(
 
     `resume_key`: of resume tokens and event ids, if the answer is to have them. `resume_policy`:
     shared by all requests. Without `stopping.max_tokens` the completion of a text may have 16
-    tokens, and the answer to a chat any number within the context and the model's default. Raises
-    InvalidArgument, which names the field by its path in the message (`sampling.temperature`) and
-    the bound, and Overloaded if a grammar takes too long to check.
+    tokens, and the answer to a chat any number within the context, MAX_ANSWER_SIZE and the model's
+    default. Raises InvalidArgument, which names the field by its path in the message
+    (`sampling.temperature`) and the bound, and Overloaded if a grammar takes too long to check.
     """
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
@@ -443,11 +444,15 @@ def _fit_context(
     least = 1 if reduces else max(explicit or 1, 1)
     if len(ids) + least > context:
         if not truncates:
-            raise ContextExceeded(len(ids), least, context, "prompt")
+            generated = 0 if explicit == 0 else least
+            raise ContextExceeded(len(ids), generated, context, "prompt")
         ids = ids[least - context :]
     rest = context - len(ids)
     if explicit is None:
-        explicit = _default_max_tokens(request, model, rest)
+        # The size of an answer bounds only what a client asks for itself.
+        explicit = min(
+            _default_max_tokens(request, model, rest), most_answer_tokens(request, len(ids))
+        )
     max_tokens = min(explicit, rest)
     if request.stopping.min_tokens > max_tokens:
         raise InvalidArgument(

@@ -43,6 +43,11 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
             raise InvalidArgument(
                 "not allowed with a suffix, whose first token would be cut off", name
             )
+    if request.echo and request.prompt.suffix and request.HasField("logprobs"):
+        raise InvalidArgument(
+            "not allowed with echo and a suffix, whose tokens are not in the text; leave out echo",
+            "logprobs",
+        )
     _check_truncation(request)
     check_prompt_cache(request)
     _check_stopping(request)
@@ -137,6 +142,12 @@ def answer_size(request: inference_pb2.GenerateRequest, num_prompt: int, max_tok
         else 0
     )
     return num_generated(request) * max_tokens * size + num_prompt * prompt_size
+
+
+def most_answer_tokens(request: inference_pb2.GenerateRequest, num_prompt: int) -> int:
+    """Returns the largest max_tokens within MAX_ANSWER_SIZE, or 1 if even that is too much."""
+    rest = limits.MAX_ANSWER_SIZE - answer_size(request, num_prompt, 0)
+    return max(rest // answer_size(request, 0, 1), 1)
 
 
 def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None:

@@ -322,8 +322,7 @@ def error_text(error: TandemError, name: Callable[[str], str]) -> tuple[str, str
     if isinstance(error, ContextExceeded):  # clients look for the first words
         return (
             f"This model's maximum context length is {error.context} tokens. However, the request "
-            f"needs {error.num_prompt} tokens for {param} and {error.num_generated} to generate; "
-            f"{error.remedy}"
+            f"needs {error.num_prompt} tokens for {param}{error.generated}; {error.remedy}"
         ), param
     return f"{param}: {error.message.removeprefix(f'{error.field}: ')}", param
 

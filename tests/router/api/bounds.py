@@ -73,6 +73,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"priority": 101}, "priority", "-100 to 100"),
     ({"priority": -101}, "priority", "-100 to 100"),
     ({"echo": True, "prompt": {"chat": CHAT}}, "echo", "chat"),
+    (
+        {"echo": True, "prompt": {"text": "a", "suffix": "b"}, "logprobs": 0},
+        "logprobs",
+        "leave out echo",
+    ),
     ({"beam_search": {}}, "beam_search.width", "1 to 16"),
     ({"beam_search": {"width": 17}}, "beam_search.width", "1 to 16"),
     ({"beam_search": {"width": 3}, "n": 4}, "n", "beam_search.width, which is 3"),

@@ -4,16 +4,18 @@ import asyncio
 import json
 import threading
 import time
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from pydantic import BaseModel, Field, TypeAdapter
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.frontend.child_process import ChildProcess
 from tandem.router.frontend.constraint import GrammarValidator, either
+from tandem.router.frontend.json_schemas import close_objects
 from tandem.tests.waits import WAIT
 from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
@@ -402,6 +404,64 @@ async def test_schemas_as_zod_and_pydantic_write_them() -> None:
     }
     grammar = await grammar_of(json_schema=json.dumps(named))
     assert takes(grammar, '{"not": 1, "format": 2}')
+
+
+@pytest.mark.parametrize("number", [2**53, 2**53 + 2, 2**62 + 2**10, -(2**62)])
+async def test_large_integers_are_exact(number: int) -> None:
+    schemas: list[dict[str, Any]] = [{"const": number}, {"enum": [number]}]
+    schemas.append({"type": "integer", "minimum": number, "maximum": number})
+    for schema in schemas:
+        grammar = await grammar_of(json_schema=json.dumps(schema))
+        assert takes(grammar, str(number))
+        assert not any(takes(grammar, str(number + step)) for step in (-2, 2))
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64])
+async def test_no_integer_is_above_a_maximum_beyond_64_bits(number: int) -> None:
+    for name in ("maximum", "exclusiveMaximum"):
+        schema = {"type": "integer", name: number}
+        grammar = await grammar_of(json_schema=json.dumps(schema))
+        assert takes(grammar, str(2**63 - 2))
+        assert not takes(grammar, str(number + 1))
+
+
+async def test_a_union_of_pydantic_with_a_discriminator() -> None:
+    class Cat(BaseModel):
+        kind: Literal["cat"]
+        lives: int
+
+    class Dog(BaseModel):
+        kind: Literal["dog", "wolf"]
+        name: str
+
+    pet = TypeAdapter(Annotated[Cat | Dog, Field(discriminator="kind")])
+    grammar = await grammar_of(json_schema=json.dumps(close_objects(pet.json_schema())))
+    assert takes(grammar, '{"kind": "cat", "lives": 9}')
+    assert takes(grammar, '{"kind": "wolf", "name": "x"}')
+    assert not takes(grammar, '{"kind": "cat", "name": "x"}')
+
+
+async def test_a_closed_schema_has_required_properties_without_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a", "b"]}
+    grammar = await grammar_of(json_schema=json.dumps(close_objects(schema)))
+    assert takes(grammar, '{"a": 1, "b": [2]}')
+    assert not takes(grammar, '{"a": 1, "b": [2], "c": 3}')
+
+
+@pytest.mark.parametrize("character", "<>-@#%&=!:;,'~`/_.+*()|[]{}^?é")
+async def test_lookaheads_exclude_each_character(character: str) -> None:
+    """In the patterns of llguidance, an escaped `<` is the beginning of a word."""
+    escaped = f"\\{character}" if character in ".+*()|[]{}^?" else character
+    for pattern in (f"^(?!{escaped}).*$", f"^(?!.*{escaped}).*$", f"^(?!.*{escaped}a).*$"):
+        grammar = await grammar_of(json_schema=json.dumps({"type": "string", "pattern": pattern}))
+        assert takes(grammar, '"ba"')
+        assert not takes(grammar, json.dumps(f"{character}a", ensure_ascii=False))
+
+
+async def test_one_of_and_any_of_hold_together() -> None:
+    schema = {"oneOf": [{"const": 1}, {"const": 2}], "anyOf": [{"const": 2}, {"const": 3}]}
+    grammar = await grammar_of(json_schema=json.dumps(schema))
+    assert [takes(grammar, text) for text in "123"] == [False, True, False]
 
 
 async def test_a_schema_that_grows_too_large_is_refused() -> None:

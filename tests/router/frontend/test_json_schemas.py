@@ -4,13 +4,18 @@ import copy
 import itertools
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
 from tandem.router.frontend.json_schemas import close_objects, readable
+from tandem.tests.examples import num_examples
 from tandem.tests.waits import WAIT
 
 
@@ -66,6 +71,40 @@ def test_what_says_more_or_is_put_together_stays_as_it_is(schema: dict[str, Any]
     assert close_objects(schema) == schema
 
 
+@pytest.mark.parametrize(
+    ("place", "reference"),
+    [
+        (lambda pet: {"components": {"schemas": {"Pet": pet}}}, "#/components/schemas/Pet"),
+        (lambda pet: {"$defs": {"Group": {"Pet": pet}}}, "#/$defs/Group/Pet"),
+        (lambda pet: {"others": [pet]}, "#/others/0"),
+    ],
+)
+def test_schemas_that_only_a_reference_leads_to(
+    place: Callable[[Any], dict[str, Any]], reference: str
+) -> None:
+    schema = {"items": {"$ref": reference}}
+    pet = {"properties": {"a": {"type": "string", "format": "phone"}}}
+    assert close_objects(schema | place(pet)) == schema | place(
+        pet | {"additionalProperties": False}
+    )
+    assert readable(schema | place(pet)) == schema | place(
+        {"properties": {"a": {"type": "string"}}}
+    )
+    with pytest.raises(ValueError, match="'not'"):
+        readable(schema | place({"not": {}}))
+    joined = schema | place({"allOf": [pet, pet]})
+    assert close_objects(joined) == joined
+
+
+def test_a_required_property_without_a_schema_is_kept_by_closing() -> None:
+    schema = {"properties": {"a": {"type": "string"}}, "required": ["a", "b", {}]}
+    assert close_objects(schema) == schema | {
+        "properties": {"a": {"type": "string"}, "b": True},
+        "additionalProperties": False,
+    }
+    assert close_objects({"properties": {}, "required": 3})["properties"] == {}
+
+
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     schema = {
         "properties": {
@@ -93,7 +132,11 @@ def test_properties_named_as_keywords_are_properties() -> None:
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     assert close_objects(schema) == schema | {"additionalProperties": False}
     assert readable(schema) == schema
-    values = {"enum": [{"if": 1, "properties": 2, "format": "phone"}], "default": {"not": {}}}
+    values = {
+        "enum": [{"if": 1, "properties": 2, "format": "phone"}],
+        "default": {"not": {}},
+        "example": {"if": 1},
+    }
     assert readable(values) == values
 
 
@@ -167,6 +210,84 @@ def test_what_asks_for_nothing_is_left_out_and_the_rest_expressed(
     assert schema == before
 
 
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}}
+PETS = {"Cat": CAT, "Dog": {"title": "A dog", "$ref": "#/$defs/Wolf"}, "Wolf": DOG}
+REFERENCES = [{"$ref": "#/$defs/Cat", "title": "Cat"}, {"$ref": "#/$defs/Dog"}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        REFERENCES,
+        [CAT, {"type": "object", "additionalProperties": False}],
+        [{"type": "integer"}, {"$ref": "#/$defs/Cat"}, {"enum": ["a", None]}],
+        [{"const": 1}, {"const": 2.5}, {"const": True}],
+    ],
+)
+def test_one_of_schemas_that_exclude_each_other_is_any_of_them(options: list[Any]) -> None:
+    """As pydantic writes a union with a discriminator."""
+    schema = {"oneOf": options, "$defs": PETS}
+    assert readable(schema) == {"anyOf": options, "$defs": PETS}
+    both = readable(schema | {"anyOf": [{}], "allOf": [{}]})
+    assert both == {"anyOf": [{}], "allOf": [{}, {"anyOf": options}], "$defs": PETS}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [CAT, {"type": "object", "additionalProperties": False, "patternProperties": {"k": {}}}],
+        [{"type": "integer"}, {"type": "number"}],
+        [{"const": 1}, {"const": 1.0}],
+        [CAT, {"$ref": "#/$defs/missing"}],
+        [DOG, DOG | {"properties": {"kind": {"const": "cat"}}}],
+        [{"const": number} for number in range(101)],
+    ],
+)
+def test_one_of_schemas_that_may_match_the_same_value_stays(options: list[Any]) -> None:
+    assert readable({"oneOf": options}) == {"oneOf": options}
+
+
+_PROPERTY = st.sampled_from(
+    [{"const": 1}, {"const": True}, {"enum": ["a", 1.0]}, {"type": "string"}, {}, True, False]
+)
+_OPTION = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["object", "string", "integer", "number", ["null", "object"]]),
+        "enum": st.sampled_from([["a"], [1, {}], [1.0], [True, "b"], [{"a": 1}]]),
+        "properties": st.dictionaries(st.sampled_from("ab"), _PROPERTY),
+        "required": st.sampled_from([["a"], ["a", "b"]]),
+        "additionalProperties": st.booleans(),
+        "patternProperties": st.just({"b": {}}),
+    },
+)
+_MEMBERS: list[Any] = [None, "a", "b", 1, 1.5, True]
+_VALUES = [
+    *_MEMBERS,
+    [],
+    {},
+    *({"a": value} for value in _MEMBERS),
+    *({"a": first, "b": second} for first in _MEMBERS for second in _MEMBERS),
+]
+
+
+@given(
+    schema=st.fixed_dictionaries(
+        {"oneOf": st.lists(_OPTION, min_size=2, max_size=3)},
+        optional={"type": st.sampled_from(["object", "string"])},
+    )
+)
+@settings(max_examples=num_examples(100))
+def test_one_of_is_rewritten_only_without_another_meaning(schema: dict[str, Any]) -> None:
+    found = readable(schema)
+    if found == schema:
+        return
+    before = Draft202012Validator(schema)
+    after = Draft202012Validator(found)
+    assert [each for each in _VALUES if before.is_valid(each) != after.is_valid(each)] == []
+
+
 def test_names_may_be_a_reference() -> None:
     """As pydantic writes a dict whose keys are an enum."""
     colours = {"enum": ["red", "green"], "title": "Colour", "type": "string"}
@@ -212,6 +333,16 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"propertyNames": {"$ref": "#/$defs/both"}}, "'propertyNames'"),
     ({"type": "integer", "multipleOf": 10_007}, "'multipleOf'.* at most 10000"),
     ({"multipleOf": 0.000_010_007}, "'multipleOf'"),
+    ({"const": 2**53 + 1}, f"'const' has the integer {2**53 + 1}"),
+    ({"const": {"a": [-(2**53) - 1]}}, "'const'"),
+    ({"const": 2**64}, "'const'"),
+    ({"const": 10**400}, "'const'"),
+    ({"enum": ["a", [2**62 + 1]]}, "'enum'"),
+    ({"minimum": 2**53 + 1}, "'minimum'"),
+    ({"minimum": -(2**63)}, "'minimum'"),
+    ({"maximum": 2**62 - 1}, "'maximum'"),
+    ({"exclusiveMinimum": 2**53 + 1}, "'exclusiveMinimum'"),
+    ({"exclusiveMaximum": 2**53 + 1}, "'exclusiveMaximum'"),
     ({"pattern": "a(?=b)"}, "look-around"),
     ({"pattern": "^(?<!a)b"}, "look-around"),
     ({"pattern": "^(?!a.*b)c"}, "look-around"),

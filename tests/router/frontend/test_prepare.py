@@ -12,6 +12,7 @@ from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend import constraint
 from tandem.router.frontend import prepare as prepare_module
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.frontend.validation import answer_size
 from tandem.router.stopping.rules import StopRules, stop_rules
 from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
 from tandem.tests.router.fake_source import byte_tokenizer
@@ -302,6 +303,27 @@ async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
     assert error.remedy == remedy
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pooling": inference_pb2.POOLING_MEAN},
+        {"stopping": {"max_tokens": 0}, "prompt_logprobs": 0},
+        {"stopping": {"max_tokens": 0}, "echo": True},
+    ],
+)
+async def test_a_prompt_without_tokens_to_generate_is_one_shorter_than_the_context(
+    fields: dict[str, Any],
+) -> None:
+    submit = (await prepare(request("x" * 63, **fields), MODEL, CONTEXT)).tokens.submit
+    assert (len(submit.token_ids), submit.max_tokens) == (63, 1)
+    with pytest.raises(ContextExceeded) as caught:
+        await prepare(request("x" * 64, **fields), MODEL, CONTEXT)
+    assert caught.value.message == (
+        "prompt: 64 prompt tokens do not fit the context of 64 tokens; shorten the prompt to at "
+        "most 63"
+    )
+
+
 @pytest.mark.parametrize("truncate", [False, True])
 async def test_max_tokens_as_long_as_the_context_are_refused(truncate: bool) -> None:
     error = await refused(request(stopping={"max_tokens": 64}, truncate_prompt=truncate))
@@ -314,6 +336,18 @@ async def test_without_max_tokens_a_text_has_16_and_a_chat_what_the_context_leav
     assert (await prepared(request("x", stopping={"max_tokens": 20}))).max_tokens == 20
     chat = await prepared(inference_pb2.GenerateRequest(prompt={"chat": CHAT}))
     assert len(chat.token_ids) + chat.max_tokens == 64
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 5}, {"n": 32}, {"n": 3, "prompt_logprobs": 0}])
+async def test_a_chat_without_max_tokens_is_never_too_large(fields: dict[str, Any]) -> None:
+    context = 2**21
+    message = inference_pb2.GenerateRequest(prompt={"chat": CHAT}, **fields)
+    submit = await prepared(message, context)
+    size = answer_size(message, len(submit.token_ids), submit.max_tokens)
+    one_more = answer_size(message, len(submit.token_ids), submit.max_tokens + 1)
+    assert size <= limits.MAX_ANSWER_SIZE < one_more
+    message.stopping.max_tokens = submit.max_tokens + 1
+    await refused(message, context)
 
 
 async def test_what_a_request_leaves_out_is_as_the_model_says_and_its_own_value_wins() -> None:

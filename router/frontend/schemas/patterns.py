@@ -160,7 +160,9 @@ def _characters(body: str) -> list[str]:
 
 
 def _one(character: str) -> str:
-    return character if character.isalnum() or character in " _" else f"\\{character}"
+    if character.isalnum() or character in " _<>":
+        return character  # in llguidance `\<` and `\>` are the boundaries of a word
+    return f"\\{character}"
 
 
 def _none_of(*characters: str) -> str:
