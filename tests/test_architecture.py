@@ -115,8 +115,10 @@ ARROWS: dict[str, set[str]] = {
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
         "router.frontend.messages": ("router.frontend.chat_formats",),
+        "router.frontend.schemas": (),
         "router.frontend": (
-            "router: auth fair_queue frontend.chat_formats frontend.messages pooling prompt_cache",
+            "router: auth fair_queue frontend.chat_formats frontend.messages frontend.schemas",
+            "router: pooling prompt_cache",
             "router: request resume slo stopping telemetry turns watermark",
         ),
         "router.output": ("router: frontend frontend.chat_formats request resume stopping",),

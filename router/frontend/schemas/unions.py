@@ -28,7 +28,7 @@ def exclude(first: dict[str, Any], second: dict[str, Any], resolve: Callable[[An
 
 
 def _property(schema: dict[str, Any], name: str) -> Any:
-    """Returns what a schema allows as the value of a property."""
+    """Returns the schema of a property; True or False if it may have any value or none."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
