@@ -158,9 +158,9 @@ class Tokenizer:
             except (ChildProcessError, EOFError):
                 raise Unavailable(NO_PROCESS) from None
             if not await asyncio.to_thread(self._writes_tools):
-                _log.warning("the model's chat template writes no tools: the model knows of none")
+                _log.warning("the chat template does not write tools: the model never sees them")
             elif self._detects_calls and not shows_call_format(self.chat_template(tools=True)):
-                _log.warning("tool_call_parser: hermes; the chat template shows no known format")
+                _log.warning("the chat template shows no known format of calls: hermes is assumed")
 
     def check_chat_template(self) -> None:
         """Renders a chat of one message, if the model has a template.

@@ -496,7 +496,7 @@ def test_a_template_gets_tools_in_the_form_that_it_takes(
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (ANYWHERE, ["writes no tools"]),
+        (ANYWHERE, ["does not write tools"]),
         (IN_SYSTEM, ["no known format"]),
         (IN_SYSTEM + "{# <TOOLCALL> #}", []),
         (QWEN, []),
