@@ -12,7 +12,7 @@ refuses the rest by name. It drops no condition of a schema.
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any, Final
 
@@ -114,7 +114,8 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
     deeply.
     """
     try:
-        return schema if _joins(schema) else _closed(schema)
+        named = _named_by_references(schema)
+        return schema if _joins(schema, named) else _closed(schema, named)
     except RecursionError:
         return schema
 
@@ -126,7 +127,7 @@ def readable(schema: Any) -> Any:
     if the schema cannot be expressed.
     """
     try:
-        return _readable(schema, schema, "")
+        return _readable(schema, schema, "", _named_by_references(schema))
     except RecursionError:
         return schema
 
@@ -152,17 +153,37 @@ def _target(reference: str, root: Any) -> Any:
         return None
     target = root
     for part in reference.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
+        part = _unescaped(part)
         target = target.get(part) if isinstance(target, dict) else None
     return target
 
 
+def _named_by_references(root: Any) -> frozenset[str]:
+    """Returns the parts of all references in a document, such as `$defs` and `a` of `#/$defs/a`."""
+    found: set[str] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+            if isinstance(value.get("$ref"), str):
+                found.update(map(_unescaped, value["$ref"].split("/")[1:]))
+        elif isinstance(value, list):
+            waiting += value
+    return frozenset(found)
+
+
+def _unescaped(part: str) -> str:
+    """Returns the name that a part of a JSON pointer stands for."""
+    return part.replace("~1", "/").replace("~0", "~")
+
+
 def _with_subschemas(
-    schema: Mapping[str, Any], change: Callable[[Any, str], Any]
+    schema: Mapping[str, Any], change: Callable[[Any, str], Any], named: Set[str]
 ) -> dict[str, Any]:
     """Returns a copy with `change` applied to each schema directly below and its name or "".
 
-    Reads unknown keywords as schemas too, as references such as `#/components/schemas/a` do.
+    Unknown keywords hold schemas only if a reference leads through them: if they are `named`.
     """
     found = dict(schema)
     for name in _MAPS:
@@ -174,7 +195,7 @@ def _with_subschemas(
     for name in _SCHEMAS:
         if isinstance(found.get(name), dict):
             found[name] = change(found[name], "")
-    for name in found.keys() - _KNOWN:
+    for name in (found.keys() & named) - _KNOWN:
         if isinstance(found[name], dict):
             found[name] = change(found[name], name)
         elif isinstance(found[name], list):
@@ -182,10 +203,10 @@ def _with_subschemas(
     return found
 
 
-def _closed(schema: Any, _name: str = "") -> Any:
+def _closed(schema: Any, named: Set[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    found = _with_subschemas(schema, _closed)
+    found = _with_subschemas(schema, lambda value, _name: _closed(value, named), named)
     properties = found.get("properties")
     if isinstance(properties, dict) and not any(name in found for name in _SAYS_MORE):
         required = found.get("required")
@@ -197,27 +218,29 @@ def _closed(schema: Any, _name: str = "") -> Any:
     return found
 
 
-def _joins(schema: Any) -> bool:
+def _joins(schema: Any, named: Set[str]) -> bool:
     """Returns True if several schemas together describe an object."""
     if not isinstance(schema, dict):
         return False
     branches = schema.get("allOf")
     num_parts = len(branches) if isinstance(branches, list) else 0
     num_parts += ("properties" in schema) + sum(name in schema for name in _REFERENCES)
-    return num_parts > 1 or any(map(_joins, _subschemas(schema)))
+    return num_parts > 1 or any(_joins(each, named) for each in _subschemas(schema, named))
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
+def _subschemas(schema: Mapping[str, Any], named: Set[str]) -> Iterator[Any]:
     found: list[Any] = []
-    _with_subschemas(schema, lambda value, _name: found.append(value))
+    _with_subschemas(schema, lambda value, _name: found.append(value), named)
     yield from found
 
 
-def _readable(schema: Any, root: Any, place: str) -> Any:
+def _readable(schema: Any, root: Any, place: str, named: Set[str]) -> Any:
     """Rewrites a schema and those below it; `place`: its property's name, for errors."""
     if not isinstance(schema, dict):
         return schema
-    found = _with_subschemas(schema, lambda value, name: _readable(value, root, name or place))
+    found = _with_subschemas(
+        schema, lambda value, name: _readable(value, root, name or place, named), named
+    )
     _drop_without_effect(found)
     _express_objects(found, root)
     _express_one_of(found, root)

@@ -42,7 +42,7 @@ _DEEPSEEK_BEGIN: Final = re.compile(
     rf"\s*<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>)?({CALLED_NAME})"
     r"\s*(?:<｜tool▁sep｜>|```json)\s*"
 )
-_DEEPSEEK_END: Final = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>\s*")
+_DEEPSEEK_END: Final = re.compile(r"\s*+(?:```)?\s*+<｜tool▁call▁end｜>\s*+")
 _KIMI_BEGIN: Final = re.compile(
     rf"\s*<\|tool_call_begin\|>\s*(?:functions\.)?({CALLED_NAME}?)(?::\d+)?\s*"
     r"<\|tool_call_argument_begin\|>\s*"

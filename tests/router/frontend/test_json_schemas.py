@@ -96,6 +96,15 @@ def test_schemas_that_only_a_reference_leads_to(
     assert close_objects(joined) == joined
 
 
+def test_names_outside_the_standards_are_annotations() -> None:
+    schema = {
+        "type": "string",
+        "x-reactions": {"dependencies": ["a"]},
+        "options": [{"not": {}, "if": {}, "properties": {}}],
+    }
+    assert close_objects(schema) == readable(schema) == schema
+
+
 def test_a_required_property_without_a_schema_is_kept_by_closing() -> None:
     schema = {"properties": {"a": {"type": "string"}}, "required": ["a", "b", {}]}
     assert close_objects(schema) == schema | {

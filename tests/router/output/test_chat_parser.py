@@ -562,6 +562,17 @@ def test_much_white_space_takes_no_long_time() -> None:
         f"<|start|>assistant{spaces}<|channel|>{spaces}",
     ):
         assert read(parser(SIGNS["openai"], chat()), list(answer)) == (answer, "", [])
+    spaces *= 20
+    for name, answer in (
+        ("glm45", f"<tool_call>now<arg_key>{spaces}x</arg_value></tool_call>"),
+        ("glm45", f"<tool_call>now{spaces}x</tool_call>"),
+        (
+            "deepseek_v31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}"
+            f"{spaces}x<｜tool▁calls▁end｜>",
+        ),
+    ):
+        assert read(parser(SIGNS[name], chat()), [answer]) == (answer, "", [])
 
 
 def test_arguments_between_tags_are_of_the_types_of_their_schemas() -> None:
