@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from importlib.metadata import version as version_of
+from io import TextIOWrapper
 from typing import Annotated, Final
 
 import typer
@@ -132,6 +133,8 @@ def _open_standard_files() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8")
+    if isinstance(sys.stdin, TextIOWrapper):  # the locale C takes other bytes as surrogates
+        sys.stdin.reconfigure(errors="strict")
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import psutil
 import typer
 
-from ...proto.addresses import host_of, is_loopback
+from ...proto.addresses import is_loopback
 from ...proto.errors import InvalidArgument, TandemError
 from ...router.client.client import Client
 from ...router.client.types import Options
@@ -130,7 +131,7 @@ def _open_service(
     service: ServiceAccess, model: str | None, dtype: str, device: str | None
 ) -> Iterator[Subject]:
     place = service.url.rpartition("://")[2].partition("/")[0].partition(",")[0]
-    if device is None and not is_loopback(host_of(place) or place):
+    if device is None and not is_loopback(urlsplit(f"//{place}").hostname or ""):
         raise InvalidArgument(
             "must name the GPU of a service on another machine, because its limits cannot be "
             f"measured from here; one of {', '.join(DEVICES)}",

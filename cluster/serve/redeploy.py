@@ -23,7 +23,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
 from ..config import TandemConfig
-from ..scaling.policy import DECODE_POOL
+from ..scaling.policy import DECODE_POOL, ROUTER
 from .directory import NAMESPACE
 from .identity_file import kept_salt, read_identity
 from .members import Continuity
@@ -94,13 +94,18 @@ def _end_needless(service: str, seconds: float) -> str | None:
 
 
 def _has_failed_to_start(application: ApplicationStatusOverview) -> bool:
-    """Returns True if the start has failed and no decode worker runs.
+    """Returns True if the start has failed, and no router or no decode worker runs.
 
-    A failed update of Serve's configuration may leave the earlier workers, which go on.
+    A failed update of Serve's configuration may leave the earlier replicas, which go on.
     """
-    pool = application.deployments.get(DECODE_POOL)
-    states = set() if pool is None else set(pool.replica_states)
-    return application.status == "DEPLOY_FAILED" and states <= {"STARTING", "STOPPING"}
+
+    def runs(name: str) -> bool:
+        deployment = application.deployments.get(name)
+        return deployment is not None and bool(
+            deployment.replica_states.keys() - {"STARTING", "STOPPING"}
+        )
+
+    return application.status == "DEPLOY_FAILED" and not (runs(ROUTER) and runs(DECODE_POOL))
 
 
 class Replacement:

@@ -98,10 +98,13 @@ def test_a_command_that_died_while_it_replaced_a_service_leaves_one_application(
     assert router.drain_others.remote.called == (ended == "a")
 
 
-def lone(status: str, **states: int) -> SimpleNamespace:
-    """Returns an application by its status and the states of its decode workers."""
-    pool = SimpleNamespace(replica_states=states)
-    return SimpleNamespace(status=status, deployments={"DecodePool": pool})
+def lone(status: str, router: str = "RUNNING", **states: int) -> SimpleNamespace:
+    """Returns an application by its status and the states of its router and decode workers."""
+    deployments = {
+        "Router": SimpleNamespace(replica_states={router: 1}),
+        "DecodePool": SimpleNamespace(replica_states=states),
+    }
+    return SimpleNamespace(status=status, deployments=deployments)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,7 @@ def lone(status: str, **states: int) -> SimpleNamespace:
         (lone("DEPLOY_FAILED"), True),
         (lone("DEPLOY_FAILED", STARTING=1, STOPPING=1), True),
         (SimpleNamespace(status="DEPLOY_FAILED", deployments={}), True),
+        (lone("DEPLOY_FAILED", "STARTING", RUNNING=1), True),  # the router does not start
         (lone("DEPLOY_FAILED", RUNNING=1, STARTING=1), False),  # an update failed, and it serves
         (lone("DEPLOYING", STARTING=1), False),  # perhaps by a configuration of Serve
         (lone("UNHEALTHY"), False),  # Serve starts its workers again

@@ -85,7 +85,9 @@ class Checkpoint:
         described = asdict(self.config)
         # They change no keys and no values of the KV cache.
         del described["eos_token_ids"]
-        del described["served_tokens"]
+        served = described.pop("served_tokens") or 0
+        # As in releases that kept the longer one here: a service must not seem to change.
+        described["max_position_embeddings"] = max(self.config.max_position_embeddings, served)
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         for name, stored in sorted(self.tensors.items()):
             digest.update(f"{name} {stored.dtype} {stored.shape} ".encode())

@@ -88,6 +88,18 @@ def test_a_text_on_stdin_that_is_not_utf_8_is_refused(
         invoke(*command, "--target", service.address, stdin="Zürich\n".encode("latin-1"))
 
 
+def test_this_holds_in_the_locale_of_containers(service: StubService) -> None:
+    """There Python reads other bytes as surrogates."""
+    done = subprocess.run(
+        [*TANDEM, "generate", "--target", service.address],
+        input="Zürich\n".encode("latin-1"),
+        env=os.environ | {"LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        timeout=WAIT,
+    )
+    assert (done.returncode, done.stderr) == (2, b"error: prompt: stdin: not UTF-8\n")
+
+
 def test_a_byte_order_mark_is_no_part_of_a_text(service: StubService, tmp_path: Path) -> None:
     file, text = tmp_path / "prompt.txt", "\ufeffhi\n"
     file.write_text(text, encoding="utf-8")

@@ -280,7 +280,7 @@ def test_the_name_of_a_served_model_is_not_taken_for_a_folder(
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:1", "[::1]:1", "localhost:1,b:1", "http://127.0.0.1:1/v1"]
+    "url", ["127.0.0.1:1", "[::1]:1", "LOCALHOST:1,b:1", "http://127.0.0.1:1/v1"]
 )
 def test_a_service_of_this_machine_needs_no_device(url: str) -> None:
     """With or without the scheme, which other commands do not need either."""

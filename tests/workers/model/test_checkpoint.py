@@ -610,6 +610,8 @@ def test_a_context_beyond_the_models_is_refused_or_as_far_as_the_scaling_goes(fo
     }
     set_config(max_position_embeddings=64, rope_parameters=yarn)(folder)
     assert load_model_config(folder).max_position_embeddings == 64
+    longer = open_checkpoint(folder, context_tokens=256).fingerprint()
+    assert longer not in (fingerprint(folder), whole.fingerprint())  # as in earlier releases
     runner = load(folder, context_tokens=256)
     ids = prompt(150)
     assert Driver(runner).generate(1, ids, 8) == reference_greedy(reference(folder), ids, 8)
