@@ -36,7 +36,7 @@ _STREAMS_BESIDE: Final = 4  # streams beside which prompts are measured
 # Shares of the time. The loads without a share of their own divide the rest.
 _CONNECT_SHARE: Final = 0.03
 _IDLE_SHARE: Final = 0.07
-_SHORT_SHARE: Final = 0.05
+_SHORT_SHARE: Final = 0.1  # the kernel counts a process's CPU time in steps of 10 ms
 # The speed of a machine changes within seconds, so each load is sent in parts, in turns with the
 # others.
 _PASSES: Final = 3

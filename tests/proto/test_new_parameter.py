@@ -48,7 +48,7 @@ async def main():
     source = FakeTokenSource()
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     servers = await ApiServers.start(GenerationService([model], source))
-    async with AsyncClient(servers.grpc_address) as client, httpx.AsyncClient() as http:
+    async with AsyncClient(servers.grpc_address) as client, httpx.AsyncClient(timeout=60) as http:
         await client.generate("hi", toy_scale=0.5)
         assert source.requests[-1].submit.sampling.toy_scale == 0.5
         try:

@@ -29,7 +29,8 @@ def test_two_workers_are_measured(tiny_model: Path, tmp_path: Path) -> None:
     costs = profile.costs(1, 1)
     assert costs.decode.seconds(StepWork(sequences=1, context_tokens=64)) > 0
     assert min(costs.contention, costs.prefill_contention) >= 1
-    assert costs.router_seconds_per_request > 0
+    # In a second, a fit may give all of the router's time to the tokens.
+    assert costs.router_seconds_per_request + costs.router_seconds_per_token > 0
     assert costs.transfer_bytes_per_second > 0
     assert profile.transfer is not None
     assert profile.transfer.transport == "shared"
