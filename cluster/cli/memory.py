@@ -133,7 +133,7 @@ def rank_memory(
 
     With `numerics` exact, a GPU converts the quantized weights whose products depend on the batch.
     Raises InvalidArgument if `tp` does not split the heads, the cache cannot have the dtype, or the
-    device cannot run the model, or not with `numerics`.
+    device cannot run the model with `numerics`.
     """
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
 

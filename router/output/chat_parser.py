@@ -38,6 +38,7 @@ _MAX_OPENING_TOKENS: Final = 8
 _MISTRAL_CALL: Final = re.compile(
     rf"\s*\[TOOL_CALLS\]\s*({CALLED_NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 )
+_NOTHING: Final = re.compile("")
 _DEEPSEEK_BEGIN: Final = re.compile(
     rf"\s*<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>)?({CALLED_NAME})"
     r"\s*(?:<｜tool▁sep｜>|```json)\s*"
@@ -208,38 +209,32 @@ def _mistral(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
     """
     if region["body"].lstrip()[:1] in ("[", "{"):
         return _listed(region)
-    text = (region["open"] + region["body"]).rstrip()
-    found: list[tuple[object, object]] = []
-    end = 0
-    while end < len(text):
-        begin = _MISTRAL_CALL.match(text, end)
-        if begin is None:
-            raise ValueError
-        arguments, end = _JSON.raw_decode(text, begin.end())
-        found.append((begin[1], arguments))
-    return found
+    return _read_each(region["open"] + region["body"], _MISTRAL_CALL, _NOTHING)
 
 
 def _between(begin: re.Pattern[str], end: re.Pattern[str]) -> "_Reader":
-    """Returns the reader of calls, each of a name, JSON arguments and the texts around them."""
+    """Returns the reader of calls between two patterns; see `_read_each`."""
+    return lambda region: _read_each(region["body"], begin, end)
 
-    def read(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
-        text = region["body"].rstrip()
-        found: list[tuple[object, object]] = []
-        at = 0
-        while at < len(text):
-            before = begin.match(text, at)
-            if before is None:
-                raise ValueError
-            arguments, at = _JSON.raw_decode(text, before.end())
-            after = end.match(text, at)
-            if after is None:
-                raise ValueError
-            at = after.end()
-            found.append((before[1], arguments))
-        return found
 
-    return read
+def _read_each(
+    text: str, begin: re.Pattern[str], end: re.Pattern[str]
+) -> Sequence[tuple[object, object]]:
+    """Reads calls, each of `begin` with the name as its group, JSON arguments, and `end`."""
+    text = text.rstrip()
+    found: list[tuple[object, object]] = []
+    at = 0
+    while at < len(text):
+        before = begin.match(text, at)
+        if before is None:
+            raise ValueError
+        arguments, at = _JSON.raw_decode(text, before.end())
+        after = end.match(text, at)
+        if after is None:
+            raise ValueError
+        at = after.end()
+        found.append((before[1], arguments))
+    return found
 
 
 def _lfm2(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:

@@ -1,7 +1,4 @@
-"""Reads a call in the format of GLM 4.5 and later, whose arguments are texts between tags.
-
-A tag in an argument is text: an argument ends where another one or the end of the call follows.
-"""
+"""Reads a call in the format of GLM 4.5 and later, whose arguments are texts between tags."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +6,7 @@ from typing import Any, Final
 
 from ...proto import inference_pb2
 from ..frontend.chat_formats import CALLED_NAME
-from .qwen_coder import typed_arguments
+from .tagged_arguments import ends_with, read_arguments
 
 _BEGIN: Final = re.compile(rf"\s{{0,64}}{CALLED_NAME}\s{{0,64}}(?:<arg_key>|</tool_call>)")
 # Possessive (`*+`), so that much white space does not slow a pattern down.
@@ -18,7 +15,6 @@ _BETWEEN: Final = re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
 _ARGUMENT: Final = re.compile(
     r"<arg_key>\s*+([^<\s](?:[^<]{0,62}[^<\s])?)\s*+</arg_key>\s*+<arg_value>(.*)", re.DOTALL
 )
-_MAX_SPACE: Final = 64  # characters after the last argument
 
 
 def begins_call(text: str, at: int) -> bool:
@@ -29,9 +25,7 @@ def begins_call(text: str, at: int) -> bool:
 def ends_call(text: str, begin: int, end: int) -> bool:
     """Returns True if the text from `begin` to `end` is a call with all of its last argument."""
     has_arguments = text.find("<arg_key>", begin, end) >= 0
-    return not has_arguments or text[max(end - _MAX_SPACE, begin) : end].rstrip().endswith(
-        "</arg_value>"
-    )
+    return not has_arguments or ends_with(text, end, "</arg_value>")
 
 
 def read_call(text: str, tools: Mapping[str, inference_pb2.Tool]) -> tuple[str, dict[str, Any]]:
@@ -39,15 +33,4 @@ def read_call(text: str, tools: Mapping[str, inference_pb2.Tool]) -> tuple[str, 
     call = _CALL.fullmatch(text)
     if call is None or (call[2] is None and call[1] not in tools):  # a word between tags is text
         raise ValueError
-    *texts, rest = _BETWEEN.split(call[2] or "")
-    given = [_argument(each) for each in texts]
-    if rest or len(dict(given)) < len(given):
-        raise ValueError
-    return call[1], typed_arguments(call[1], given, tools)
-
-
-def _argument(text: str) -> tuple[str, str]:
-    match = _ARGUMENT.fullmatch(text)
-    if match is None:
-        raise ValueError
-    return match[1], match[2]
+    return call[1], read_arguments(call[2] or "", _BETWEEN, _ARGUMENT, tools.get(call[1]))

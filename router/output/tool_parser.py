@@ -13,7 +13,8 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools, json_object
@@ -21,6 +22,8 @@ from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
 from ..frontend.tokenizer import Tokenizer
 from . import glm_calls
 from .qwen_coder import begins_call, ends_call, find_bare_call, read_call
+
+_ReadTagged = Callable[[str, Mapping[str, inference_pb2.Tool]], tuple[str, dict[str, Any]]]
 
 _OPEN, _CLOSE = CALL_MARKUP
 _BETWEEN: Final = ";,"  # Llama models write these between two calls
@@ -171,12 +174,23 @@ class _HermesParser(ToolParser):
         return self._read(text)
 
 
-class _QwenCoderParser(_HermesParser):
-    """Parses calls with a function between the tags, or with JSON as in Hermes's format."""
+class _TaggedParser(_HermesParser):
+    """Parses calls whose arguments are texts between tags, in the types of the tools' schemas."""
 
     def __init__(self, chat: inference_pb2.Chat) -> None:
         super().__init__()
         self._tools = {tool.name: tool for tool in chat.tools}
+
+    def _made(self, text: str, read: _ReadTagged) -> inference_pb2.ToolCall | None:
+        """Returns the call that `read` finds; None if it is not valid."""
+        try:
+            return make_call(*read(text, self._tools))
+        except (ValueError, RecursionError):
+            return None
+
+
+class _QwenCoderParser(_TaggedParser):
+    """Parses calls with a function between the tags, or with JSON as in Hermes's format."""
 
     def _find_call(self) -> tuple[int, bool]:
         start, begins = super()._find_call()
@@ -196,18 +210,11 @@ class _QwenCoderParser(_HermesParser):
     def _read(self, text: str) -> inference_pb2.ToolCall | None:
         if not begins_call(text, 0):
             return super()._read(text)
-        try:
-            return make_call(*read_call(text, self._tools))
-        except (ValueError, RecursionError):
-            return None
+        return self._made(text, read_call)
 
 
-class _GlmParser(_HermesParser):
+class _GlmParser(_TaggedParser):
     """Parses calls with arguments in tags between the tags, or with JSON as in Hermes's format."""
-
-    def __init__(self, chat: inference_pb2.Chat) -> None:
-        super().__init__()
-        self._tools = {tool.name: tool for tool in chat.tools}
 
     def _is_argument(self, end: int) -> bool:
         if glm_calls.begins_call(self._held, len(_OPEN)):
@@ -217,10 +224,7 @@ class _GlmParser(_HermesParser):
     def _read(self, text: str) -> inference_pb2.ToolCall | None:
         if text.lstrip().startswith("{"):
             return super()._read(text)
-        try:
-            return make_call(*glm_calls.read_call(text, self._tools))
-        except (ValueError, RecursionError):
-            return None
+        return self._made(text, glm_calls.read_call)
 
     def _read_unclosed(self, text: str) -> inference_pb2.ToolCall | None:
         return super()._read(text)  # in GLM's format, arguments may be missing

@@ -42,9 +42,9 @@ def check_config_split(config: ModelConfig, tp: int) -> None:
 
 
 def check_device(config: ModelConfig, device: str, *, batch_invariant: bool = False) -> None:
-    """Raises ValueError, a one-line message, if `device` cannot run the model, or not so.
+    """Raises ValueError, a one-line message, if `device` cannot run the model.
 
-    `batch_invariant` as in `ModelRunner.load`.
+    `batch_invariant`: with sums that do not depend on the batch, as in `ModelRunner.load`.
     """
     if device != "cpu" and any(layer.states for layer in config.layers):
         raise ValueError(

@@ -100,18 +100,13 @@ def _with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
     """Returns messages whose calls have ids of their name and their number in the chat."""
     new: dict[str, str] = {}
     numbers = count()
-    found = []
-    for message in messages:
-        changed = dict(message)
-        if "tool_call_id" in message:
-            changed["tool_call_id"] = new.get(message["tool_call_id"], message["tool_call_id"])
-        if "tool_calls" in message:
-            calls = message["tool_calls"]
-            for call in calls:
-                new[call["id"]] = f"functions.{call['function']['name']}:{next(numbers)}"
-            changed["tool_calls"] = [call | {"id": new[call["id"]]} for call in calls]
-        found.append(changed)
-    return found
+
+    def of_calls(calls: Sequence[Message]) -> list[str]:
+        for call in calls:
+            new[call["id"]] = f"functions.{call['function']['name']}:{next(numbers)}"
+        return [new[call["id"]] for call in calls]
+
+    return _with_ids(messages, of_calls, lambda old: new.get(old, old))
 
 
 def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
@@ -120,14 +115,26 @@ def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
     def short(long: str) -> str:
         return long if _SHORT_ID.fullmatch(long) else sha256(long.encode()).hexdigest()[:9]
 
+    return _with_ids(messages, lambda calls: [short(call["id"]) for call in calls], short)
+
+
+def _with_ids(
+    messages: Sequence[Message],
+    of_calls: Callable[[Sequence[Message]], list[str]],
+    of_result: Callable[[str], str],
+) -> list[Message]:
+    """Returns messages with other ids, by the calls of a message and by the id of a result."""
     found = []
     for message in messages:
         changed = dict(message)
         if "tool_call_id" in message:
-            changed["tool_call_id"] = short(message["tool_call_id"])
+            changed["tool_call_id"] = of_result(message["tool_call_id"])
         if "tool_calls" in message:
-            calls = [call | {"id": short(call["id"])} for call in message["tool_calls"]]
-            changed["tool_calls"] = calls
+            calls = message["tool_calls"]
+            ids = of_calls(calls)
+            changed["tool_calls"] = [
+                call | {"id": each} for call, each in zip(calls, ids, strict=True)
+            ]
         found.append(changed)
     return found
 

@@ -1,0 +1,89 @@
+"""Reads arguments that a model wrote as texts between tags, in the types of the tool's schema.
+
+A tag in an argument is text: an argument ends where another one or the end of the call follows.
+"""
+
+import json
+import re
+from contextlib import suppress
+from typing import Any, Final
+
+from ...proto import inference_pb2
+from ..frontend.chat import parameters_schema
+from ..frontend.json_schemas import resolved
+from .python_calls import read_literal
+
+_MAX_SPACE: Final = 64  # characters after the last tag of a call
+
+
+def ends_with(text: str, end: int, tag: str) -> bool:
+    """Returns True if the text up to `end` ends with a tag and perhaps white space."""
+    return text[max(end - _MAX_SPACE, 0) : end].rstrip().endswith(tag)
+
+
+def read_arguments(
+    text: str,
+    between: re.Pattern[str],
+    argument: re.Pattern[str],
+    tool: inference_pb2.Tool | None,
+) -> dict[str, Any]:
+    """Returns the arguments in a text, each of which ends with `between`.
+
+    `argument` has the name and the text of one as its groups. `tool`: None if it is unknown. Raises
+    ValueError.
+    """
+    *texts, rest = between.split(text)
+    matches = [argument.fullmatch(each) for each in texts]
+    given = {match[1]: match[2] for match in matches if match is not None}
+    if rest or len(given) < len(texts):
+        raise ValueError
+    root = {} if tool is None else parameters_schema(tool)
+    arguments = resolved(root, root)
+    properties = arguments.get("properties") if isinstance(arguments, dict) else None
+    schemas = properties if isinstance(properties, dict) else {}
+    return {name: _typed(each, schemas.get(name), root) for name, each in given.items()}
+
+
+def _typed(text: str, schema: object, root: object) -> object:
+    """Returns an argument in the type of its schema; text unless the schema excludes text.
+
+    Models also write True, False and None: so the chat template writes the arguments of earlier
+    calls.
+    """
+    if _may_be_text(schema, root, {}):
+        return text
+    for read in (json.loads, read_literal):
+        with suppress(ValueError, RecursionError):
+            return read(text)
+    return text
+
+
+def _may_be_text(schema: object, root: object, known: dict[int, bool]) -> bool:
+    """Returns True unless a keyword of the schema excludes text.
+
+    `known`: the results by the id of the schema, so that each schema is read once.
+    """
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict):
+        return True
+    if id(schema) not in known:
+        known[id(schema)] = True  # for a schema that refers to itself
+        known[id(schema)] = all(
+            _allows_text(name, value, root, known) for name, value in schema.items()
+        )
+    return known[id(schema)]
+
+
+def _allows_text(keyword: str, value: object, root: object, known: dict[int, bool]) -> bool:
+    match keyword, value:
+        case "type", _:
+            return "string" in (value if isinstance(value, list) else [value])
+        case "const", _:
+            return isinstance(value, str)
+        case "enum", list():
+            return any(isinstance(each, str) for each in value)
+        case "anyOf" | "oneOf", list():
+            return any(_may_be_text(each, root, known) for each in value)
+        case "allOf", list():
+            return all(_may_be_text(each, root, known) for each in value)
+    return True
