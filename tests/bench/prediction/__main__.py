@@ -1,10 +1,13 @@
 """Compares predictions with a service: `python -m tandem.tests.bench.prediction PROFILE`.
 
 Simulates every load first and writes the predictions to a file. Then it starts the service, sends
-it the same loads, and prints the measured figures with the errors of the predictions.
+it the same loads, and prints the measured figures with the errors of the predictions. The figures
+of each load are in a file as soon as it ends, so a failure later does not lose them.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +20,7 @@ from tandem.cluster.planner.site import Split
 from tandem.cluster.planner.workload import Objective
 from tandem.cluster.traces.read import TraceScale, parse_scale
 from tandem.tests.bench.learn.plots import draw
-from tandem.tests.bench.prediction.cases import LoadPlan, Prediction, predict, read_fitting
+from tandem.tests.bench.prediction.cases import Case, LoadPlan, Prediction, predict, read_fitting
 from tandem.tests.bench.prediction.measured import measure
 from tandem.tests.bench.prediction.report import Comparison, as_json, table
 
@@ -57,19 +60,21 @@ def main(
     scale = TraceScale(parse_scale(length_scale), spread=spread_arrivals)
     out.mkdir(parents=True, exist_ok=True)
     found: list[Comparison] = []
+
+    def report(case: Case, figures: Mapping[str, float]) -> None:
+        (index,) = (at for at, each in enumerate(found) if each.prediction.case is case)
+        found[index] = replace(found[index], rounds=(*found[index].rounds, figures))
+        _write(out / "measured.json", [each for each in found if each.rounds])
+
     for split in map(_split, splits.split(",")):
         predictions: list[Prediction] = []
         for path in trace:
             predictions += _predict(profile, split, path, scale, plan)
         unmeasured = [Comparison(prediction=each, rounds=()) for each in predictions]
         _write(out / f"predicted-{split.prefill}-{split.decode}.json", unmeasured)
+        found += unmeasured
         cases = [each.case for each in predictions]
-        measured = measure(profile, cases, rounds, plan.objective.limits, model)
-        found += [
-            Comparison(prediction=each, rounds=figures)
-            for each, figures in zip(predictions, measured, strict=True)
-        ]
-        _write(out / "measured.json", found)
+        measure(profile, cases, rounds, plan.objective.limits, report, model)
     figure = table(found, _describe(profile, plan), _name(trace[0]))
     typer.echo(figure.as_text())
     draw(figure, out / f"{figure.name}.png")

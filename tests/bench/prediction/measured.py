@@ -1,7 +1,7 @@
 """Measures cases on a service that runs in processes of its own."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tandem.cluster.bench.load import send_load
@@ -22,24 +22,28 @@ _VOCAB_SIZE: Final = 8_192  # as in `tandem bench`: every served vocabulary has 
 _START_SECONDS: Final = 120.0
 _DRAIN_SECONDS: Final = 120.0  # at most, after the last arrival of a case
 
+Report = Callable[[Case, Mapping[str, float]], None]
+"""Receives a case and the figures of one round of it."""
+
 
 def measure(
     profile: Profile,
     cases: Sequence[Case],
     rounds: int,
     limits: Mapping[str, float],
+    report: Report,
     model: str = "",
-) -> list[list[Mapping[str, float]]]:
+) -> None:
     """Starts a service for the split of the cases, which is the same for all.
 
-    `model`: as for `tandem serve`; by default the name in the profile. Returns the figures of each
-    round of each case. Rounds differ in the tokens of their prompts alone. Raises RuntimeError if a
-    request fails.
+    `model`: as for `tandem serve`; by default the name in the profile. Reports the figures of each
+    round of each case when it ends. Rounds differ in the tokens of their prompts alone. Raises
+    RuntimeError if a request fails.
     """
     (split,) = {case.split for case in cases}
     seconds = rounds * sum(each.workload.requests[-1].time + _DRAIN_SECONDS for each in cases)
     with running_service(_config(profile, split, model), _START_SECONDS + seconds) as url:
-        return asyncio.run(_measure(url, cases, rounds, limits))
+        asyncio.run(_measure(url, cases, rounds, limits, report))
 
 
 def _config(profile: Profile, split: Split, model: str) -> dict[str, object]:
@@ -55,17 +59,15 @@ def _config(profile: Profile, split: Split, model: str) -> dict[str, object]:
 
 
 async def _measure(
-    url: str, cases: Sequence[Case], rounds: int, limits: Mapping[str, float]
-) -> list[list[Mapping[str, float]]]:
-    found: list[list[Mapping[str, float]]] = [[] for _ in cases]
+    url: str, cases: Sequence[Case], rounds: int, limits: Mapping[str, float], report: Report
+) -> None:
     async with open_target(ServerAddress(url=url), ignore_eos=True) as target:
         warm_up = random_prompts(_VOCAB_SIZE, _WARM_UP_TOKENS, _WARM_UP, seed="warm-up")
         checked(await send_load(target, warm_up, LoadOptions(concurrency=len(_WARM_UP))))
         for number in range(rounds):
             for index, case in enumerate(cases):
                 seed = 1 + number * len(cases) + index
-                found[index].append(await send_case(target, case, seed, limits))
-    return found
+                report(case, await send_case(target, case, seed, limits))
 
 
 async def send_case(
