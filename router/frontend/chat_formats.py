@@ -9,6 +9,7 @@ Knows nothing of tokens.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -24,6 +25,15 @@ NO_FORMAT: Final = "none"
 
 ToolCallParserName = Literal[
     "auto",
+    "pythonic",
+    "seed_oss",
+    "minimax_m2",
+    "deepseek_v32",
+    "olmo3",
+    "apertus",
+    "jamba",
+    "hunyuan_a13b",
+    "minimax",
     "glm45",
     "qwen3_coder",
     "nemotron_json",
@@ -43,7 +53,19 @@ ToolCallParserName = Literal[
     "llama3_json",
 ]
 ReasoningParserName = Literal[
-    "auto", "none", "qwen3", "openai_gptoss", "mistral", "gemma4", "cohere_command3", "deepseek_r1"
+    "auto",
+    "none",
+    "seed_oss",
+    "apertus",
+    "granite",
+    "hunyuan_a13b",
+    "ernie45",
+    "qwen3",
+    "openai_gptoss",
+    "mistral",
+    "gemma4",
+    "cohere_command3",
+    "deepseek_r1",
 ]
 
 
@@ -138,12 +160,79 @@ _KIMI: Final = (
     "<|tool_call_end|>",
     "<|tool_calls_section_end|>",
 )
+DSML: Final = "｜DSML｜"
+"""The mark in the tags of DeepSeek V3.2; a special token of its own."""
+
+_DSML_CALLS: Final = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
+_APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
 _LIST_BETWEEN: Final = (", ",)
+# An answer bound to JSON may begin with the same texts as a call in JSON, so these are separate as
+# in JSON: llguidance's lexer takes the longest literal that may follow and never goes back.
+_JSON_NAME: Final = ("{", '"name"', ": ", "%j", ", ")
+_THINK_CLOSE: Final = r"\n?</think>\n{0,2}"
 _HERMES_GRAMMAR: Final = CallGrammar(
     open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",)
 )
 
+_PYTHONIC: Final = (
+    rf"\A{_SPACE}(?:<\|python_start\|>)?"
+    rf"(?=\[(?:{CALLED_NAME}\(|\{{\"name\": \"{CALLED_NAME}\", \"arguments\": ))"
+)
+
+
+def _listed_calls(signs: tuple[str, ...], begin: str, end: str) -> ChatFormat:
+    """Returns the format of calls in tags, of which a demanded one is written in a JSON list."""
+    return ChatFormat(
+        signs=signs,
+        markup=(begin, end),
+        fields=_calls(re.escape(begin), end),
+        grammar=CallGrammar(begin=(begin, "["), between=_LIST_BETWEEN, end=("]", end)),
+    )
+
+
+_TOOL_CALLS: Final = _listed_calls(("<tool_calls>",), "<tool_calls>", "</tool_calls>")
+
 CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
+    "pythonic": ChatFormat(  # the whole answer; demanded calls are a JSON list
+        signs=("[func_name1(",),
+        markup=("<|python_start|>", "<|python_end|>"),
+        fields=_calls(_PYTHONIC, "<|python_end|>"),
+        grammar=CallGrammar(
+            begin=("[",),
+            head=(*_JSON_NAME, '"arguments"', ": "),
+            between=_LIST_BETWEEN,
+            end=("]",),
+        ),
+    ),
+    "seed_oss": _listed_calls(("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>"),
+    "minimax_m2": _listed_calls(
+        ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>"
+    ),
+    "deepseek_v32": ChatFormat(
+        signs=(DSML,),
+        markup=(DSML,),
+        fields=_calls(*_DSML_CALLS),
+        grammar=CallGrammar(
+            begin=("<", DSML, "function_calls>", "["),
+            between=_LIST_BETWEEN,
+            end=("]", "</", DSML, "function_calls>"),
+        ),
+    ),
+    "olmo3": _listed_calls(("<function_calls>",), "<function_calls>", "</function_calls>"),
+    "apertus": ChatFormat(
+        signs=_APERTUS[:1],
+        markup=_APERTUS,
+        fields=_calls(r"<\|tools_prefix\|>", _APERTUS[1]),
+        grammar=CallGrammar(
+            begin=(_APERTUS[0], "["),
+            head=("{%j: ",),
+            between=_LIST_BETWEEN,
+            end=("]", _APERTUS[1]),
+        ),
+    ),
+    "jamba": _TOOL_CALLS,
+    "hunyuan_a13b": _TOOL_CALLS,
+    "minimax": _TOOL_CALLS,
     "glm45": ChatFormat(  # a demanded call is written in Hermes's format
         signs=("<arg_key>",),
         markup=CALL_MARKUP,
@@ -156,14 +245,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         # Qwen3.5 calls before </think> now and then; a tag alone is often prose there.
         ends_reasoning=rf"<tool_call>{_SPACE}<function=",
     ),
-    "nemotron_json": ChatFormat(
-        signs=("<TOOLCALL>",),
-        markup=("<TOOLCALL>", "</TOOLCALL>"),
-        fields=_calls("<TOOLCALL>", "</TOOLCALL>"),
-        grammar=CallGrammar(
-            begin=("<TOOLCALL>", "["), between=_LIST_BETWEEN, end=("]", "</TOOLCALL>")
-        ),
-    ),
+    "nemotron_json": _listed_calls(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>"),
     "deepseek_v3": ChatFormat(  # and R1; the name comes after the type, which is `function`
         signs=("tool['type'] + '<｜tool▁sep｜>'",),
         markup=_DEEPSEEK,
@@ -284,20 +366,44 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
     ),
     "llama3_json": ChatFormat(
         signs=(PYTHON_TAG, '"parameters": dictionary', "'\"parameters\": '"),
-        # An answer bound to JSON may begin with the same texts, so they are separate as in JSON:
-        # llguidance's lexer takes the longest literal that may follow and never goes back.
-        grammar=CallGrammar(
-            head=("{", '"name"', ": ", "%j", ", ", '"parameters"', ": "), between=("; ",)
-        ),
+        grammar=CallGrammar(head=(*_JSON_NAME, '"parameters"', ": "), between=("; ",)),
     ),
 }
 """By name; the first format whose sign a template has counts."""
 
 REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
+    "seed_oss": ChatFormat(
+        signs=("<seed:think>",),
+        markup=("<seed:think>", "</seed:think>"),
+        fields=_reasoning(rf"\A{_SPACE}<seed:think>\n?", r"\n?</seed:think>\n{0,2}"),
+    ),
+    "apertus": ChatFormat(
+        signs=("<|inner_prefix|>",),
+        markup=("<|inner_prefix|>", "<|inner_suffix|>"),
+        fields=_reasoning(r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
+    ),
+    "granite": ChatFormat(  # 3.2
+        signs=("Here is my thought process:",),
+        fields=_reasoning(
+            rf"\A{_SPACE}Here(?:'s| is) my thought process:{_SPACE}",
+            rf"{_SPACE}Here(?:'s| is) my response:{_SPACE}",
+        ),
+    ),
+    "hunyuan_a13b": ChatFormat(
+        signs=("<answer>",),
+        markup=("<think>", "</think>"),
+        fields=_reasoning(_FIRST_THINK, _THINK_CLOSE) | _answer(r"<answer>\n?", r"\n?</answer>"),
+    ),
+    "ernie45": ChatFormat(  # and Granite 3.3; a template has a line break as an escape
+        signs=("<response>\\n", "<response></response>"),
+        markup=("<think>", "</think>", "<response>", "</response>"),
+        fields=_reasoning(_FIRST_THINK, _THINK_CLOSE)
+        | _answer(r"<response>\n?", r"\n?</response>\n?"),
+    ),
     "qwen3": ChatFormat(
         signs=("<think>", "</think>"),
         markup=("<think>", "</think>"),
-        fields=_reasoning(_FIRST_THINK, r"\n?</think>\n{0,2}"),
+        fields=_reasoning(_FIRST_THINK, _THINK_CLOSE),
     ),
     "openai_gptoss": ChatFormat(
         signs=("<|channel|>analysis",),
@@ -329,7 +435,7 @@ REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "deepseek_r1": ChatFormat(
         signs=(),
         markup=("<think>", "</think>"),
-        fields=_reasoning(rf"{_FIRST_THINK}(?:<think>\n?)?", r"\n?</think>\n{0,2}"),
+        fields=_reasoning(rf"{_FIRST_THINK}(?:<think>\n?)?", _THINK_CLOSE),
     ),
 }
 

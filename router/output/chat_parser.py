@@ -21,11 +21,16 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools
 from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
+from . import invocations, qwen_coder
 from .gemma_calls import read_call as read_gemma_call
 from .python_calls import read_calls
 from .tool_parser import make_call, parser_for
 
 _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "seed_oss": ("<seed:think>", "<seed:think><seed:cot_budget_reflect>"),
+    "apertus": ("<|inner_prefix|>",),
+    "hunyuan_a13b": ("<think>",),
+    "ernie45": ("<think>",),
     "qwen3": ("<think>",),
     "mistral": ("[THINK]",),
     "gemma4": ("<|channel>thought",),
@@ -81,7 +86,7 @@ class ChatParser:
             tokenizer.ids_of(markup) & tokenizer.special_ids if markup else frozenset()
         )
         """Special tokens whose text the parser needs."""
-        self._read_calls = _READERS.get(calls)
+        self._read_calls = _reader(calls, chat)
         ends = CALL_FORMATS[calls].fields["tool_calls"].get("close", ()) if self._read_calls else ()
         self._end: str = next(iter(ends), "")
         self._tool_parser = (
@@ -190,10 +195,50 @@ def _begun(reasoning: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     return next(filter(end.endswith, openings), "")
 
 
+def _reader(calls: str, chat: inference_pb2.Chat) -> "_Reader | None":
+    """Returns the reader of a format of calls; None if the format has a parser of its own."""
+    read = _TAGGED_READERS.get(calls)
+    if read is None:
+        return _READERS.get(calls)
+    tools = {tool.name: tool for tool in chat.tools}
+    return _or_listed(lambda body: read(body, tools))
+
+
+def _or_listed(read: Callable[[str], Sequence[tuple[object, object]]]) -> "_Reader":
+    """Returns the reader of calls that are perhaps in JSON, else as `read` takes them."""
+
+    def found(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
+        return _listed(region) if _JSON_CALLS.match(region["body"]) else read(region["body"])
+
+    return found
+
+
 def _listed(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
-    """Reads a JSON list of calls, or one call."""
-    found = json.loads(region["body"])
-    return [_pair(each) for each in (found if isinstance(found, list) else [found])]
+    """Reads a JSON list of calls, or calls in JSON one after another."""
+    return [_pair(each) for each in _objects(region["body"])]
+
+
+def _objects(text: str) -> list[object]:
+    """Returns the members of lists, and other values, of a text of JSON values."""
+    found: list[object] = []
+    at = 0
+    while at < len(text):
+        if text[at].isspace():
+            at += 1
+            continue
+        value, at = _JSON.raw_decode(text, at)
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def _apertus(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
+    """Reads a JSON list of objects whose only member has the name and the arguments of a call."""
+    found: list[tuple[object, object]] = []
+    for each in _objects(region["body"]):
+        if not isinstance(each, dict) or len(each) != 1:
+            raise ValueError
+        found += each.items()
+    return found
 
 
 def _pair(call: object) -> tuple[object, object]:
@@ -237,11 +282,6 @@ def _read_each(
     return found
 
 
-def _lfm2(region: Mapping[str, str]) -> Sequence[tuple[object, object]]:
-    """Reads calls in the form of Python or of JSON."""
-    return _listed(region) if _JSON_CALLS.match(region["body"]) else read_calls(region["body"])
-
-
 _Reader = Callable[[Mapping[str, str]], Sequence[tuple[object, object]]]
 _READERS: Final[Mapping[str, _Reader]] = {
     "openai": lambda region: [(region["name"], json.loads(region["body"].strip() or "null"))],
@@ -256,6 +296,20 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "phi4_mini_json": _listed,
     "granite": _listed,
     "cohere_command3": _listed,
-    "lfm2": _lfm2,
+    "lfm2": _or_listed(read_calls),
+    "olmo3": _or_listed(read_calls),
+    "pythonic": _or_listed(read_calls),
+    "apertus": _apertus,
+    "jamba": _listed,
+    "hunyuan_a13b": _listed,
+    "minimax": _listed,
 }
 """By format without a parser of its own: the reader of its calls. Raises ValueError."""
+
+_TaggedReader = Callable[[str, Mapping[str, inference_pb2.Tool]], Sequence[tuple[object, object]]]
+_TAGGED_READERS: Final[Mapping[str, _TaggedReader]] = {
+    "seed_oss": lambda body, tools: [qwen_coder.read_call(body, tools)],
+    "minimax_m2": invocations.read_calls,
+    "deepseek_v32": invocations.read_calls,
+}
+"""By format whose arguments are texts between tags: as `_READERS`, with the tools by name."""

@@ -1,5 +1,6 @@
 """Reads calls in the form of Python, as LFM2 writes them: `[weather(city="Rome", days=3), now()]`.
 
+OLMo 3 writes them without brackets, each in a line of its own.
 Values are literals, which are parsed but never evaluated. The names of tools and arguments need not
 be names of Python: `from` and `get-weather` are common.
 """
@@ -14,25 +15,28 @@ from ..frontend.chat_formats import CALLED_NAME
 _CALL: Final = re.compile(rf"\s*({CALLED_NAME})\s*(\(.*\))\s*", re.DOTALL)
 _ARGUMENT: Final = re.compile(r"\s*([\w.-]+)\s*=(.*)", re.DOTALL)
 _MARKS: Final = re.compile(
-    r""" '(?:[^'\\]|\\.)*+'? | "(?:[^"\\]|\\.)*+"? | [][(){},] """, re.DOTALL | re.VERBOSE
+    r""" '(?:[^'\\]|\\.)*+'? | "(?:[^"\\]|\\.)*+"? | [][(){},\n] """,
+    re.DOTALL | re.VERBOSE,
 )
-"""A string, a bracket or a comma. A string without an end goes on to the end of the text."""
+"""A string, a bracket, a comma or a line break. A string without an end goes on to the text's."""
 
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPED: Final = "\n\\'\"abfnrtvxuUN"
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the names and the arguments of a list of calls, or of one call.
+    """Returns the names and the arguments of a list of calls, or of calls in lines.
 
     Raises ValueError, and RecursionError for values that are nested too deeply.
     """
     text = text.strip()
-    return [_call(each) for each in _items(text if text.startswith("[") else f"[{text}]")]
+    if text.startswith("["):
+        return [_call(each) for each in _items(text)]
+    return [_call(each) for each in _items(f"[{text}]", separators=",\n") if each.strip()]
 
 
-def _items(text: str) -> list[str]:
-    """Returns the texts between the commas of a text in brackets."""
+def _items(text: str, separators: str = ",") -> list[str]:
+    """Returns the texts between the separators of a text in brackets."""
     found: list[str] = []
     depth = 0
     begin = 1
@@ -42,7 +46,7 @@ def _items(text: str) -> list[str]:
                 depth += 1
             case ")" | "]" | "}":
                 depth -= 1
-            case "," if depth == 1:
+            case separator if depth == 1 and separator in separators:
                 found.append(text[begin : mark.start()])
                 begin = mark.end()
         if not depth:

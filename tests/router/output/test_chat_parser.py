@@ -31,6 +31,15 @@ from tandem.tests.router.frontend.test_tools import accepts, call_grammar, chat,
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 SIGNS = {
+    "pythonic": "Use the format [func_name1(params_name1=value1)]",
+    "seed_oss": "<seed:tool_call>\n<function=",
+    "minimax_m2": "<minimax:tool_call><invoke name=",
+    "deepseek_v32": "<｜DSML｜function_calls>",
+    "olmo3": "<function_calls>",
+    "apertus": "<|tools_prefix|>",
+    "jamba": "<tool_calls>",
+    "hunyuan_a13b": "<tool_calls>",
+    "minimax": "<tool_calls>",
     "glm45": "<tool_call>{name}\n<arg_key>",
     "qwen3_coder": "<tool_call><function=",
     "nemotron_json": "<TOOLCALL>",
@@ -87,6 +96,24 @@ KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
     f"<|tool_call_argument_begin|>{CITY}<|tool_call_end|><|tool_calls_section_end|>"
 )
+MINIMAX = """<minimax:tool_call>
+<invoke name="weather">
+<parameter name="city">Köln</parameter>
+<parameter name="days">3</parameter>
+</invoke>
+<invoke name="now">
+</invoke>
+</minimax:tool_call>"""
+INVOKED = [("weather", {"city": "Köln", "days": "3"}), ("now", {})]
+DEEPSEEK_V32 = (
+    MINIMAX.replace("</invoke", "</｜DSML｜invoke")
+    .replace("<invoke", "<｜DSML｜invoke")
+    .replace('<parameter name="city"', '<｜DSML｜parameter name="city" string="true"')
+    .replace('<parameter name="days"', '<｜DSML｜parameter name="days" string="false"')
+    .replace("</parameter", "</｜DSML｜parameter")
+    .replace("minimax:tool_call", "｜DSML｜function_calls")
+)
+LINES = "\n".join(f'{{"name": "{name}", "arguments": {json.dumps(given)}}}' for name, given in TWO)
 BARE = CODER.removeprefix("<tool_call>\n")
 LONGEST = "f" * 128
 Read = tuple[str, str, list[tuple[str, Any]]]
@@ -323,6 +350,67 @@ CALLS: list[tuple[str, str, Read]] = [
     ("kimi_k2", KIMI.replace("tool_call_end", "x"), (KIMI.replace("tool_call_end", "x"), "", [])),
     ("nemotron_json", f"I look.<TOOLCALL>{LIST}</TOOLCALL> b", ("I look. b", "", TWO)),
     ("nemotron_json", "<TOOLCALL>[5]</TOOLCALL>", ("<TOOLCALL>[5]</TOOLCALL>", "", [])),
+    ("pythonic", "[weather(city='Köln'), now()]", ("", "", TWO)),
+    ("pythonic", '<|python_start|>[weather(city="Köln")]<|python_end|>', ("", "", ONE)),
+    ("pythonic", "[1] see [now()]", ("[1] see [now()]", "", [])),
+    ("pythonic", "[now() or later]", ("[now() or later]", "", [])),
+    ("pythonic", "So: [now()]", ("So: [now()]", "", [])),
+    *(
+        (
+            "seed_oss",
+            f"I look.<seed:tool_call>\n{call}\n</seed:tool_call>b",
+            ("I look.b", "", [("weather", {"city": "Köln", "days": "3", "x": "</a>"})]),
+        )
+        for call in (BARE.removesuffix("\n</tool_call>"),)
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>so</seed:tool_call>",
+        ("<seed:tool_call>so</seed:tool_call>", "", []),
+    ),
+    ("minimax_m2", f"I look.{MINIMAX}", ("I look.", "", INVOKED)),
+    (
+        "minimax_m2",
+        MINIMAX.replace("Köln", "</parameter> <invoke> </invoke>\n"),
+        (
+            "",
+            "",
+            [("weather", {"city": "</parameter> <invoke> </invoke>\n", "days": "3"}), INVOKED[1]],
+        ),
+    ),
+    *(
+        ("minimax_m2", wrong, (wrong, "", []))
+        for wrong in (
+            MINIMAX.replace("</invoke>\n</mini", "</mini"),
+            MINIMAX.replace("<parameter", "<argument"),
+            MINIMAX.replace('"now"', '""'),
+        )
+    ),
+    ("deepseek_v32", f"I look.{DEEPSEEK_V32}", ("I look.", "", INVOKED)),
+    (
+        "olmo3",
+        "I look.<function_calls>\nweather(\n  city='Köln')\nnow()\n</function_calls>",
+        ("I look.", "", TWO),
+    ),
+    ("olmo3", "<function_calls>[weather(city='Köln'),\nnow()]</function_calls>", ("", "", TWO)),
+    (
+        "olmo3",
+        "<function_calls>now() now()</function_calls>",
+        ("<function_calls>now() now()</function_calls>", "", []),
+    ),
+    (
+        "apertus",
+        f'I look.<|tools_prefix|>[{{"weather": {CITY}}}, {{"now": {{}}}}]<|tools_suffix|>',
+        ("I look.", "", TWO),
+    ),
+    (
+        "apertus",
+        '<|tools_prefix|>[{"a": {}, "b": {}}]<|tools_suffix|>',
+        ('<|tools_prefix|>[{"a": {}, "b": {}}]<|tools_suffix|>', "", []),
+    ),
+    ("jamba", f"I look.<tool_calls>{LIST}</tool_calls> b", ("I look. b", "", TWO)),
+    ("jamba", f"<tool_calls>\n{LINES}\n</tool_calls>", ("", "", TWO)),
+    ("jamba", "<tool_calls>{} so</tool_calls>", ("<tool_calls>{} so</tool_calls>", "", [])),
     ("hermes", hermes("weather", CITY), ("", "", ONE)),
     ("llama3_json", llama("weather", CITY), ("", "", ONE)),
 ]
@@ -342,6 +430,36 @@ REASONED: list[
     (THINK + SIGNS["hermes"], f"<think>Hm.</think>\n\n{hermes('now', '{}')}", True, "", "Hm."),
     ("[THINK]" + SIGNS["mistral"], f"[THINK]Hm.[/THINK]Hi.[TOOL_CALLS]{LIST}", True, "Hi.", "Hm."),
     ("<|channel>thought", "<|channel>thought\nHm.<channel|>Hi.", False, "Hi.", "Hm."),
+    ("<seed:think>", "<seed:think>Hm.</seed:think>\nHi.", False, "Hi.", "Hm."),
+    ("<|inner_prefix|>", "<|inner_prefix|>Hm.<|inner_suffix|>Hi.", False, "Hi.", "Hm."),
+    (
+        "Here is my thought process:",
+        "Here is my thought process: Hm.\n\nHere is my response: Hi.",
+        False,
+        "Hi.",
+        "Hm.",
+    ),
+    (
+        "Here is my thought process:",
+        "Hm. Here is my thought process: x",
+        False,
+        "Hm. Here is my thought process: x",
+        "",
+    ),
+    (
+        "<think></think><answer>",
+        "<think>\nHm.\n</think>\n<answer>\nHi.\n</answer>",
+        False,
+        "Hi.",
+        "Hm.",
+    ),
+    (
+        r"<think></think><response>\n",
+        "<think>\nHm.\n</think>\n\n<response>\nHi.\n</response>\n",
+        False,
+        "Hi.",
+        "Hm.",
+    ),
     (
         "<|START_THINKING|>",
         "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hi.<|END_RESPONSE|>",
@@ -372,7 +490,7 @@ def read(reader: ChatParser, pieces: list[str]) -> Read:
 
 @pytest.mark.parametrize(("name", "text", "expected"), CALLS)
 def test_calls_of_each_family_however_the_text_is_cut(name: str, text: str, expected: Read) -> None:
-    assert call_format(SIGNS[name]) == name
+    assert CALL_FORMATS[call_format(SIGNS[name])] is CALL_FORMATS[name]
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
         assert read(parser(SIGNS[name], chat()), pieces) == expected
 
@@ -418,7 +536,14 @@ def test_a_call_of_qwen_coder_ends_the_reasoning(end: str) -> None:
     assert hermes_too == ("", thought.removeprefix("<think>") + CODER, [])
 
 
-OPENINGS = (THINK, "[THINK]", "<|channel>thought", "<|START_THINKING|>")
+OPENINGS = (
+    THINK,
+    "[THINK]",
+    "<|channel>thought",
+    "<|START_THINKING|>",
+    "<seed:think>",
+    "<|inner_prefix|>",
+)
 TEMPLATES = [f"{reasoning}{sign}" for sign in SIGNS.values() for reasoning in ("", *OPENINGS)]
 MARKUP = [
     *(
@@ -445,9 +570,14 @@ MARKUP = [
         "<|tool_call_begin|>f:0<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         "<|tool_calls_section_end|>",
+        *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>"),
+        *('<parameter name="x">', "<seed:tool_call>", "</seed:tool_call>", "<tool_calls>"),
+        *("</tool_calls>", "<function_calls>", "</function_calls>", "f(x=3)"),
+        *("<|tools_prefix|>", "<|tools_suffix|>", '{"f": {"x": 9}}'),
         '{"tool_name": "f", "parameters": {"x": 8}}',
     ),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<thi"),
+    *("<seed:think>", "</seed:think>", "<|inner_prefix|>", "<|inner_suffix|>"),
     *(
         "<|channel|>",
         "analysis",
@@ -750,7 +880,18 @@ def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
         assert read(parser(SIGNS[name], asked, is_bound=True), [written(name)]) == ("", "", ONE)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31", "kimi_k2", "nemotron_json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        "deepseek_v31",
+        "deepseek_v32",
+        "kimi_k2",
+        "nemotron_json",
+        "seed_oss",
+        "apertus",
+    ],
+)
 def test_markup_of_a_grammar_may_be_special_tokens(name: str) -> None:
     from llguidance.hf import from_tokenizer
 
@@ -801,27 +942,31 @@ async def test_a_call_or_a_bound_answer(
 
 def written(name: str) -> str:
     """Returns a call in a format."""
+    listed = f'[{{"name": "weather", "arguments": {CITY}}}]'
     return {
+        "pythonic": listed,
+        "seed_oss": f"<seed:tool_call>{listed}</seed:tool_call>",
+        "minimax_m2": f"<minimax:tool_call>{listed}</minimax:tool_call>",
+        "deepseek_v32": f"<｜DSML｜function_calls>{listed}</｜DSML｜function_calls>",
+        "olmo3": f"<function_calls>{listed}</function_calls>",
+        "apertus": f'<|tools_prefix|>[{{"weather": {CITY}}}]<|tools_suffix|>',
+        **dict.fromkeys(("jamba", "hunyuan_a13b", "minimax"), f"<tool_calls>{listed}</tool_calls>"),
         "glm45": hermes("weather", CITY),
         "qwen3_coder": hermes("weather", CITY),
-        "nemotron_json": f'<TOOLCALL>[{{"name": "weather", "arguments": {CITY}}}]</TOOLCALL>',
+        "nemotron_json": f"<TOOLCALL>{listed}</TOOLCALL>",
         "deepseek_v3": DEEPSEEK_V3,
         "deepseek_v31": DEEPSEEK_V31,
         "kimi_k2": KIMI,
         "hermes": hermes("weather", CITY),
         "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}",
         "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{CITY}",
-        "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {CITY}}}]',
-        "phi4_mini_json": (
-            f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]<|/tool_call|>'
-        ),
-        "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]',
+        "mistral": f"[TOOL_CALLS]{listed}",
+        "phi4_mini_json": f"<|tool_call|>{listed}<|/tool_call|>",
+        "granite": f"<|tool_call|>{listed}",
         "cohere_command3": (
             f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>'
         ),
-        "lfm2": (
-            f'<|tool_call_start|>[{{"name": "weather", "arguments": {CITY}}}]<|tool_call_end|>'
-        ),
+        "lfm2": f"<|tool_call_start|>{listed}<|tool_call_end|>",
         "llama3_json": llama("weather", CITY),
     }[name]
 
