@@ -27,11 +27,11 @@ from .connector import (
     described_memory,
     memory_description,
 )
-from .frames import Announce, BlockTable, Data
+from .frames import FRAME_BYTES, Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, check_entry, entry_offset
 from .nixl_agent import NixlMemory, NixlPeer, NixlReader, available
 
-_STAGING_BYTES: Final = 4 * 1024 * 1024  # enough for all blocks that hold FRAME_BYTES of KV
+_STAGING_BYTES: Final = 4 * 1024 * 1024  # at least; holds several rows of a span at a time
 
 
 class NixlConnector(KvConnector):
@@ -88,7 +88,9 @@ class NixlConnector(KvConnector):
         connector.sender_block_size = found["block_size"]
         make_reader = partial(NixlReader, timeout=CONNECT_SECONDS, devices=_devices(context.host))
         reader = await context.resource("nixl reader", make_reader)
-        connector._peer = await reader.connect(found["memory"], staging_bytes=_STAGING_BYTES)
+        connector._peer = await reader.connect(
+            found["memory"], staging_bytes=_staging_bytes(connector._plan)
+        )
         connector._reading = asyncio.Lock()
         kv_bytes = connector._peer.num_bytes - TABLE_BYTES
         if min(found["num_blocks"], found["block_size"]) < 1 or (
@@ -119,7 +121,7 @@ class NixlConnector(KvConnector):
         end_block = -(-(first + data.num_tokens) // block_size)
         rows = self._rows(table.blocks[first_block:end_block], data)
         piece_bytes = data.num_slots * block_size * head_bytes
-        num_rows = max(1, _STAGING_BYTES // (rows.shape[1] * piece_bytes))
+        num_rows = max(1, len(self._peer.staging) // (rows.shape[1] * piece_bytes))
         order = np.arange(min(num_rows, len(rows)) * rows.shape[1] * data.num_slots * block_size)
         order = order.reshape(-1, rows.shape[1], data.num_slots, block_size).swapaxes(2, 3)
         order = order.reshape(len(order), -1, data.num_slots)[:, offset : offset + data.num_tokens]
@@ -165,6 +167,15 @@ class NixlConnector(KvConnector):
         """Ends the receiver's side. Idempotent."""
         if hasattr(self, "_peer"):
             self._peer.close()
+
+
+def _staging_bytes(sender: KvMemory) -> int:
+    """Returns the size that is enough for any row of a frame from this memory.
+
+    Whole blocks are read, also the two that a span begins and ends in.
+    """
+    pieces = [group.shape[3] * group.shape[4] * group.shape[5] for group in sender.groups]
+    return max(_STAGING_BYTES, FRAME_BYTES + 2 * max(pieces))
 
 
 def _register(context: TransferContext) -> NixlMemory:

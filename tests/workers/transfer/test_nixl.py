@@ -35,6 +35,7 @@ from tandem.workers.transfer import nixl, nixl_agent
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.endpoint import KvEndpoint
 from tandem.workers.transfer.frames import (
+    FRAME_BYTES,
     Commit,
     Data,
     TransferError,
@@ -327,6 +328,26 @@ async def test_what_is_larger_than_the_staging_comes_in_parts(
     memory.close()
     with pytest.raises(TransportError):
         await read(blocks, part)
+    await context.close()
+
+
+async def test_a_span_across_blocks_that_are_larger_than_the_staging(
+    library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "_STAGING_BYTES", 64 * 1024)
+    layout = KvLayout.uniform(
+        num_layers=1, num_heads=8, num_kv_heads=8, head_dim=128, dtype="bfloat16", model="m"
+    )
+    kv = PagedKv(layout, num_blocks=3, block_size=1024, device=torch.device("cpu"), shared=True)
+    kv.data.view(torch.uint8).random_(0, 256)
+    context = TransferContext(kv=kv, transports=("nixl",))
+    listening = await NixlConnector.listen(context, "nixl", lambda announcement: None)
+    memory = await NixlConnector.connect(context, "nixl", listening.description())
+    part = span(kv, 900, 250)
+    assert part.size(layout) <= FRAME_BYTES
+    found = await memory.fetch(0, TableBlocks((2, 0)), cast(Data, part), memoryview(b""))
+    assert found == read_now(kv, (2, 0), part)
+    memory.close()
     await context.close()
 
 
