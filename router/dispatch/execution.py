@@ -97,7 +97,8 @@ class RequestExecution:
         self._clock = clock
         self._emitted = [list(ids or ()) for ids in request.emitted or [()] * self._num_choices]
         self._finished: set[int] = set()
-        self._has_prompt_logprobs = any(self._emitted)  # they come with the first token
+        # The caller has them, or does not want them; else they come with the first token.
+        self._has_prompt_logprobs = not request.submit.HasField("prompt_logprobs")
         self._attempts: list[Attempt] = []
         self._num_attempts = 0
         self._parked: list[Interruption] = []
@@ -326,7 +327,7 @@ class RequestExecution:
         submit = worker_pb2.Submit()
         submit.CopyFrom(part.submit)
         submit.attempt = self._num_attempts
-        if self._has_prompt_logprobs:
+        if self._has_prompt_logprobs or submit.first_index:  # its prompt has generated tokens, too
             submit.ClearField("prompt_logprobs")
         self._timer.dispatched(placement, self._num_attempts, "suspended" if source else "replay")
         attempt = Attempt(

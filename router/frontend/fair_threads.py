@@ -244,7 +244,10 @@ COPYING: Final = SizedWork(thread_from=4_096, threads=_SHORT)
 """Lists of token ids that are checked, scored or written into an answer."""
 
 SCORING: Final = SizedWork(thread_from=256)
-"""Tokens of which log probabilities or text are made, in a few milliseconds."""
+"""Tokens of which log probabilities or text are made, in a few milliseconds.
+
+With stop_regex a token counts more, by StopRules.token_cost: it may have 128 characters.
+"""
 
 WRITING: Final = SizedWork(thread_from=64)
 """Log probabilities that are written as JSON, in about a millisecond."""

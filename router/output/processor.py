@@ -71,19 +71,17 @@ class OutputProcessor:
         """
         with self._charged(execution or nullcontext()):
             async with aclosing(deltas):
+                cost = self._request.stops.token_cost
                 for number, progress in self._progress.items():
                     restore = self._choices[number].restore
-                    await SCORING.run("", len(progress.ids), restore, progress)
+                    await SCORING.run("", cost * len(progress.ids), restore, progress)
                 async for delta in split_at(deltas, self._marks) if self._marks else deltas:
                     if delta.choice not in self._open:
                         raise InternalError(BROKEN)
                     if delta.prompt_logprobs:
                         await self._take_prompt(delta.prompt_logprobs)
                     push = self._choices[delta.choice].push
-                    if len(delta.ids) < SCORING.thread_from:
-                        message = push(delta)
-                    else:  # of a client that has not read for a while
-                        message = await SCORING.run("", len(delta.ids), push, delta)
+                    message = await SCORING.run("", cost * len(delta.ids), push, delta)
                     self._end_known(message)
                     self._note(delta, message)
                     if not self._waits_for_end(message):

@@ -25,6 +25,11 @@ class StopRules:
         """Returns the search of stop strings and stop_regex in one completion."""
         return StopTexts(self.strings, self.pattern)
 
+    @property
+    def token_cost(self) -> int:
+        """The work for the text of a token; 1 without a pattern, each position of which adds 1."""
+        return 1 if self.pattern is None else 1 + len(self.pattern.accepts)
+
     def repetition(self) -> RepetitionStop | None:
         """Returns the search of repetitions in one completion; None if there is no rule."""
         if not self.ngram:

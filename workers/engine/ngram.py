@@ -69,9 +69,11 @@ class Drafter:
 
         `tokens` must extend the tokens of the last call.
         """
-        at = self._index.find(tokens)
         count = self.count(len(tokens), room)
-        if at is None or count < 1:
+        if count < 1:
+            return ()  # without reading the tokens, which a later draft does
+        at = self._index.find(tokens)
+        if at is None:
             return ()
         period = len(tokens) - at  # a text that repeats a short period is expected to continue it
         return tuple(tokens[at + number % period] for number in range(count))

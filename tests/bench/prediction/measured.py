@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tandem.cluster.bench.load import send_load
-from tandem.cluster.bench.metrics import summarize
+from tandem.cluster.bench.metrics import REFUSALS, summarize
 from tandem.cluster.bench.options import LoadOptions, ServerAddress
 from tandem.cluster.bench.target import StreamCompletion, open_target
 from tandem.cluster.bench.workload import BenchPrompt
@@ -73,11 +73,15 @@ async def _measure(
 async def send_case(
     target: StreamCompletion, case: Case, seed: int, limits: Mapping[str, float]
 ) -> Mapping[str, float]:
-    """Returns the figures of one round. Raises RuntimeError if a request fails."""
+    """Returns the figures of one round. Raises RuntimeError if a request fails.
+
+    A request that the service refuses counts as one that missed the objective, as in the simulator.
+    """
     requests = case.workload.requests
     load = LoadOptions(num_prompts=len(requests), timeout=_DRAIN_SECONDS)
     arrivals = (each.time for each in requests)
-    records = checked(await send_load(target, _prompts(case, seed), load, arrivals))
+    records = await send_load(target, _prompts(case, seed), load, arrivals)
+    checked([each for each in records if not each.failure or each.failure.kind not in REFUSALS])
     figures = summarize(records, limits).figures
     return {name: figures[name] for name in (*FIGURES, "late_ms")}
 

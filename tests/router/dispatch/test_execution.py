@@ -153,6 +153,19 @@ def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(
         assert submit.turn == (turn if is_resumed else worker_pb2.TURN_UNSPECIFIED)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_first_choice_brings_prompt_logprobs_though_a_later_one_had_begun(pairs: bool) -> None:
+    request = choices_request(2)
+    begun = completion(request.submit.token_ids, SEED + 1, 30)[:4]
+    pools, caller = FakePools(random.Random(1), pairs), Caller(2)
+    caller.ids = [[], list(begun)]
+    execution, _ = start(pools, changed(request, emitted=((), tuple(begun))))
+    while not execution.done:
+        pools.advance()
+        caller.read(execution)
+    assert caller.num_prompt_logprobs == 1
+
+
 @pytest.mark.parametrize("is_parked", [False, True])
 async def test_a_request_begun_elsewhere_counts_only_at_its_workers_once_it_has_begun(
     is_parked: bool,

@@ -98,7 +98,10 @@ async def test_a_match_of_stop_regex_ends_its_choice_at_the_exact_token(
 async def test_many_tokens_at_once_are_searched_outside_the_event_loop(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a client has not read for a while; a pattern may cost 0.1 ms for a character."""
+    """As after a client has not read for a while, or with a pattern of many positions.
+
+    Such a pattern may cost 0.1 ms for each of the 128 characters of a token.
+    """
     push = ChoiceOutput.push
     threads = []
 
@@ -107,11 +110,17 @@ async def test_many_tokens_at_once_are_searched_outside_the_event_loop(
         return push(self, delta)
 
     monkeypatch.setattr(ChoiceOutput, "push", pushed)
-    for length in (100, 300):
-        source = FakeTokenSource(answer=b"a" * length + b"b" * 99, tokens_per_delta=400)
-        stopping = {"stop_regex": "ab+c|abb", "max_tokens": 400}
+    for length, num_positions in ((30, 6), (60, 6), (100, 0), (300, 0), (2, 255)):
+        stop = {
+            0: {"stop": ["abb"]},
+            6: {"stop_regex": "ab+c|abb"},
+            255: {"stop_regex": "[^x]{252}|abb"},
+        }[num_positions]
+        source = FakeTokenSource(answer=b"a" * length + b"bb", tokens_per_delta=400)
+        stopping = {"max_tokens": 400, **stop}
         assert text(await collect(model, source, request(stopping=stopping))) == "a" * (length - 1)
-    assert [each is threading.current_thread() for each in threads] == [True, False]
+    is_here = [each is threading.current_thread() for each in threads]
+    assert is_here == [True, False, True, False, False]
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 4, 100])
