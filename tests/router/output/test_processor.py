@@ -110,14 +110,14 @@ async def test_many_tokens_at_once_are_searched_outside_the_event_loop(
         return push(self, delta)
 
     monkeypatch.setattr(ChoiceOutput, "push", pushed)
+    stops: dict[int, dict[str, Any]] = {
+        0: {"stop": ["abb"]},
+        6: {"stop_regex": "ab+c|abb"},
+        255: {"stop_regex": "[^x]{252}|abb"},
+    }
     for length, num_positions in ((30, 6), (60, 6), (100, 0), (300, 0), (2, 255)):
-        stop = {
-            0: {"stop": ["abb"]},
-            6: {"stop_regex": "ab+c|abb"},
-            255: {"stop_regex": "[^x]{252}|abb"},
-        }[num_positions]
         source = FakeTokenSource(answer=b"a" * length + b"bb", tokens_per_delta=400)
-        stopping = {"max_tokens": 400, **stop}
+        stopping = stops[num_positions] | {"max_tokens": 400}
         assert text(await collect(model, source, request(stopping=stopping))) == "a" * (length - 1)
     is_here = [each is threading.current_thread() for each in threads]
     assert is_here == [True, False, True, False, False]
