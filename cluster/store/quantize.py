@@ -13,10 +13,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...proto.errors import InvalidArgument
 from ...proto.home import TOKENIZER_FILE, tokenizer_file
+from ...workers.model.checkpoint import read_tensors
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
 from . import pooling
@@ -121,6 +122,7 @@ class RoundableModel:
     """Describes a checked model."""
 
     files: list[Path]  # of weights
+    stored_names: dict[str, str]  # by the name of a tensor in the model, its name in the files
     names: list[str]  # of the linear maps of the layers, which are rounded
     sequences: torch.Tensor | None  # [sequences, tokens] of the calibration text
     num_bytes: int  # of the rounded model, without scales
@@ -152,7 +154,9 @@ def check_roundable(
                 "--group-size",
             )
         num_bytes += outputs * inputs * scheme.bits // 8 - (weight.end - weight.begin)
+    stored_names = {stored: name for name, stored in read_tensors(folder).items()}
     return RoundableModel(
+        stored_names={name: stored_names[each] for name, each in checkpoint.tensors.items()},
         files=sorted({stored.file for stored in checkpoint.tensors.values()}),
         names=names,
         sequences=None
@@ -180,16 +184,7 @@ def quantize_model(
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
     model = check_roundable(folder, scheme, calibration)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in model.files:
-        tensors |= load_file(file)
-    for name in model.names:
-        if not tensors[f"{name}.weight"].isfinite().all():
-            raise CheckpointError(f"{name}.weight: contains NaN or infinite numbers")
-    rounded = _rounded(folder, tensors, model, scheme, method, on_layer)
-    for name in model.names:
-        del tensors[f"{name}.weight"]
-        tensors |= scheme.tensors(name, rounded[name])
+    tensors = _rounded_tensors(folder, model, scheme, method, on_layer)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         made = Path(scratch) / "model"
@@ -218,6 +213,30 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
     path.write_text(json.dumps(fields, indent=2), encoding="utf-8")
 
 
+def _rounded_tensors(
+    folder: Path, model: RoundableModel, scheme: QuantizationScheme, method: str, on_layer: OnLayer
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors to write.
+
+    Their names begin as in the files of `folder`, which may name a decoder without its head, or a
+    part of a multimodal model.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    for file in model.files:
+        stored |= load_file(file)
+    tensors = {name: stored[each] for name, each in model.stored_names.items()}
+    for name in model.names:
+        if not tensors[f"{name}.weight"].isfinite().all():
+            raise CheckpointError(f"{name}.weight: contains NaN or infinite numbers")
+    rounded = _rounded(folder, tensors, model, scheme, method, on_layer)
+    stored |= {model.stored_names[name]: tensor for name, tensor in tensors.items()}
+    for name in model.names:
+        weight = model.stored_names[f"{name}.weight"]
+        del stored[weight]
+        stored |= scheme.tensors(weight.removesuffix(".weight"), rounded[name])
+    return stored
+
+
 def _rounded(
     folder: Path,
     tensors: dict[str, torch.Tensor],
@@ -234,7 +253,10 @@ def _rounded(
             for name in names
             for weight in (tensors[f"{name}.weight"],)
         }
-    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Not from the files: transformers would ignore tensors with unknown names, and round others.
+    plain: Any = AutoModelForCausalLM.from_pretrained(
+        None, config=AutoConfig.from_pretrained(folder), state_dict=tensors, dtype=torch.float32
+    )
     plain.eval()
     if method == "gptq":
         return _round_by_gptq(plain, model.sequences, names, scheme, on_layer)
