@@ -13,11 +13,10 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from ...proto.errors import InvalidArgument
 from ...proto.home import TOKENIZER_FILE, tokenizer_file
-from ...workers.model.checkpoint import read_tensors
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
 from . import pooling
@@ -154,9 +153,8 @@ def check_roundable(
                 "--group-size",
             )
         num_bytes += outputs * inputs * scheme.bits // 8 - (weight.end - weight.begin)
-    stored_names = {stored: name for name, stored in read_tensors(folder).items()}
     return RoundableModel(
-        stored_names={name: stored_names[each] for name, each in checkpoint.tensors.items()},
+        stored_names={name: stored.name for name, stored in checkpoint.tensors.items()},
         files=sorted({stored.file for stored in checkpoint.tensors.values()}),
         names=names,
         sequences=None
@@ -253,9 +251,11 @@ def _rounded(
             for name in names
             for weight in (tensors[f"{name}.weight"],)
         }
-    # Not from the files: transformers would ignore tensors with unknown names, and round others.
-    plain: Any = AutoModelForCausalLM.from_pretrained(
-        None, config=AutoConfig.from_pretrained(folder), state_dict=tensors, dtype=torch.float32
+    # Not from the files: transformers gives random weights to names that it does not find there.
+    config = AutoConfig.from_pretrained(folder)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    plain = model_class.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=torch.float32
     )
     plain.eval()
     if method == "gptq":

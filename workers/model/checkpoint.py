@@ -60,9 +60,10 @@ _MAX_NAME_BYTES: Final = 255  # of a file name on Linux
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Describes one tensor: its file, dtype, shape and byte range."""
+    """Describes one tensor: its file, its name there, dtype, shape and byte range."""
 
     file: Path
+    name: str
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
@@ -291,7 +292,12 @@ def _parse_entry(file: Path, name: str, value: Any, start: int) -> StoredTensor:
             f"{file.name}: {name}: data_offsets {offsets} do not fit {dtype} of shape {shape}"
         )
     return StoredTensor(
-        file=file, dtype=dtype, shape=tuple(shape), begin=start + begin, end=start + end
+        file=file,
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        begin=start + begin,
+        end=start + end,
     )
 
 
