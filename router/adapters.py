@@ -72,8 +72,11 @@ class AdapterRegistry:
         return self._changes[name][1] if name in self._changes else self._configured.get(name)
 
     def put(self, adapter: LoraAdapter) -> None:
-        """Begins to serve an adapter. Raises Overloaded if there are too many."""
-        if len(self.adapters) >= MAX_ADAPTERS:
+        """Begins to serve an adapter, in place of one of this name.
+
+        Raises Overloaded if there are too many.
+        """
+        if self.get(adapter.name) is None and len(self.adapters) >= MAX_ADAPTERS:
             raise Overloaded(f"{MAX_ADAPTERS} adapters are served; unload one first")
         self._change(adapter.name, adapter)
 

@@ -1,7 +1,7 @@
 """Writes the tiny models as GGUF files, as llama.cpp's converter does."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,10 +27,13 @@ def write_gguf(
     values: Mapping[str, str | float] = {},
     pre: str | None = "default",
     adds_bos: bool | None = None,
+    control: Mapping[int, str] = {},
+    ends: Sequence[int] = (),
 ) -> Path:
     """Writes the model of a folder, its matrices as `kind`, and `values`, further metadata, whose
     names begin with that of the architecture. `pre`: how the tokenizer splits texts. `adds_bos`:
-    whether texts begin with BOS; None: the file does not say. Returns the file.
+    whether texts begin with BOS; None: the file does not say. `control`: control tokens that
+    replace unused ones. `ends`: ids in `eos_token_ids`. Returns the file.
     """
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
@@ -54,7 +57,9 @@ def write_gguf(
     for key, value in values.items():
         add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{name}.{key}", value)
-    _add_tokenizer(writer, folder, config.vocab_size, pre)
+    _add_tokenizer(writer, folder, config.vocab_size, pre, control)
+    if ends:
+        writer.add_array("tokenizer.ggml.eos_token_ids", ends)
     if adds_bos is not None:
         writer.add_add_bos_token(adds_bos)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -82,11 +87,17 @@ def _as_llama_cpp(name: str, data: np.ndarray, config: Any) -> np.ndarray:
     return data
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, pre: str | None) -> None:
+def _add_tokenizer(
+    writer: gguf.GGUFWriter,
+    folder: Path,
+    vocab_size: int,
+    pre: str | None,
+    control: Mapping[int, str],
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
-    tokens = {index: token for token, index in tokenizer.get_vocab().items()}
-    special = set(tokenizer.all_special_ids)
+    tokens = {**{index: token for token, index in tokenizer.get_vocab().items()}, **control}
+    special = {*tokenizer.all_special_ids, *control}
     writer.add_tokenizer_model("gpt2")
     if pre is not None:
         writer.add_tokenizer_pre(pre)

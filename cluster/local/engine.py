@@ -21,7 +21,7 @@ from typing import Final, Self, Unpack
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, InvalidArgument, TandemError
 from ...proto.identity import PeerIdentity
-from ...router.adapters import AdapterAdmin, AdapterRegistry
+from ...router.adapters import MAX_ADAPTERS, AdapterAdmin, AdapterRegistry
 from ...router.api.service import GenerationService, tandem_errors_only
 from ...router.auth.authenticator import Caller
 from ...router.client.request import generate_request, text_prompt, tokenize_request
@@ -34,6 +34,7 @@ from ...router.frontend.tokenizer import Tokenizer
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
 from ...router.watermark.rules import WatermarkRules
+from ...workers.model.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from ...workers.model.config import read_fields, text_model_of
 from ...workers.serve.worker import Worker
 from ..config import TandemConfig
@@ -78,6 +79,8 @@ class LocalEngine:
         self.defaults = model.defaults
         self._worker = worker
         self._adapters = AdapterRegistry()
+        # By name, in the order of their last use, the state of the files when they were read.
+        self._adapter_states: dict[str, tuple[object, ...]] = {}
         self._max_lora_rank = config.lora.max_lora_rank
         self._dispatcher = Dispatcher(
             registry,
@@ -166,15 +169,25 @@ class LocalEngine:
         return await self.service.accept(request, RequestContext(arrived=time.monotonic()))
 
     async def use_adapter(self, request: LoRARequest) -> str:
-        """Returns the model name that chooses an adapter in requests. Raises InvalidArgument."""
+        """Returns the model name that chooses an adapter in requests. Raises InvalidArgument.
+
+        Reads an adapter whose files have changed again. Drops the least recently used adapter if
+        there are too many.
+        """
         name = request.lora_name
-        known = self._adapters.get(name)
         if name in self._model_names:
             raise InvalidArgument(f"{name!r} is the name of the model", "lora_request")
-        if known is None or known.folder != str(request.folder):
+        state = await asyncio.to_thread(_state_of, request)
+        if self._adapter_states.get(name) != state:
             read = partial(named_adapter, self._max_lora_rank, "lora_request", name, request.folder)
             adapter = await asyncio.to_thread(read)
+            if name not in self._adapter_states and len(self._adapter_states) >= MAX_ADAPTERS:
+                oldest = next(iter(self._adapter_states))
+                del self._adapter_states[oldest]
+                self._adapters.remove(oldest)
             self._adapters.put(adapter)
+        self._adapter_states.pop(name, None)
+        self._adapter_states[name] = state
         return name
 
     async def messages(
@@ -246,6 +259,16 @@ class LocalEngine:
                 name="tandem-exit",
                 daemon=True,
             ).start()
+
+
+def _state_of(request: LoRARequest) -> tuple[object, ...]:
+    """Returns a value that changes when the request names another adapter, or its files change."""
+    found: list[object] = [request.lora_int_id, request.folder]
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with suppress(OSError, ValueError):  # reading the adapter raises an error
+            stat = (request.folder / name).stat()
+            found.append((name, stat.st_mtime_ns, stat.st_size))
+    return tuple(found)
 
 
 def _arriving_now(request: PreparedRequest) -> PreparedRequest:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Names an adapter, which is loaded at its first use."""
+    """Names an adapter, which is loaded at its first use, and again when its files have changed."""
 
     lora_name: str
-    lora_int_id: int = 0  # has no effect: adapters are identified by their content
+    lora_int_id: int = 0  # another number: the files are read again; the content identifies them
     lora_path: str = ""  # a folder in the format of peft
 
     @property

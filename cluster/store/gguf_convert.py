@@ -3,11 +3,10 @@
 Run as `python -m tandem.cluster.store.gguf_convert FILE DTYPE`. The working folder receives the
 files that `save_pretrained` writes: config.json, model.safetensors, tokenizer.json,
 tokenizer_config.json, chat_template.jinja. transformers converts; this module adds the parts that
-transformers drops (RoPE, windows, end-of-turn tokens, splitting of digits, whole words, BOS, the
-pooling of embeddings), and refuses a file of which more would be lost.
+transformers drops (RoPE, windows, the pooling of embeddings; `gguf_tokenizer` those of the
+tokenizer), and refuses a file of which more would be lost.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -17,63 +16,21 @@ from typing import Any, Final
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import check_checkpoint, weight_shapes
 from ...workers.model.registry import load_model_config
 from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from .gguf_tokenizer import (
+    check_splitting,
+    drop_invented_tokens,
+    end_tokens,
+    restore_tokenizer,
+)
 from .pooling import write_mode
 
-_PROBE: Final = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
-_ENDS: Final = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-_PRE: Final = "tokenizer.ggml.pre"  # llama.cpp's name for a byte-level tokenizer's splitting
-_ADD_BOS: Final = "tokenizer.ggml.add_bos_token"
-_GPT2_SPLIT: Final = frozenset(
-    (
-        "default",
-        "gpt-2",
-        "phi-2",
-        "mpt",
-        "olmo",
-        "jais",
-        "trillion",
-        "granite-docling",
-        "exaone4",
-        "gigachat",
-        "a.x-4.0",
-        "mellum",
-    )
-)
-"""Names of GPT-2's splitting, which transformers uses for every name that it does not know."""
-_DIGITS_APART: Final = frozenset(
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
-)
-"""Names of GPT-2's splitting after single digits have been split off."""
-_SAME_SPLIT: Final = {
-    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
-}
-"""Names of splittings that transformers knows by another name."""
-_WHOLE_WORDS: Final = frozenset(
-    (
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "falcon3",
-        "falcon-h1",
-        "pixtral",
-        "midm-2.0",
-        "lfm2",
-        "jina-v5-nano",
-        "tekken",
-    )
-)
-"""Names for which llama.cpp ignores the merges of words in the vocabulary, and adds BOS."""
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 """The numbers of layers by which llama.cpp recognizes Gemma 27B."""
 _POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
@@ -90,7 +47,7 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     does not serve.
     """
     header = read_gguf_header(gguf)
-    _check_splitting(header, gguf)
+    check_splitting(header, gguf.name)
     with TemporaryDirectory(prefix=".gguf.", dir=out.parent) as folder:
         # transformers prefers files beside a GGUF file to the content of that file.
         alone = Path(folder, gguf.name)
@@ -126,86 +83,15 @@ def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
     if missing := min(report["missing_keys"], default=""):
         raise CheckpointError(f"{gguf.name}: {missing}: missing")
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    _restore_splitting(tokenizer.backend_tokenizer, header)
-    _restore_whole_words(tokenizer, header)
-    _check_tokenizer(tokenizer, header)
-    ends = [header.values[name] for name in _ENDS if name in header.values]
-    if len(ends) > 1:
-        model.generation_config.eos_token_id = sorted(set(ends))
+    restore_tokenizer(tokenizer, header)
+    if ends := end_tokens(tokenizer.get_vocab(), header):
+        model.generation_config.eos_token_id = ends
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     if mode := _POOLINGS.get(header.of_model("pooling_type")):
         write_mode(out, mode)
-    _drop_invented_tokens(out, header.values.get("tokenizer.ggml.tokens", 0))
+    drop_invented_tokens(out, header.values.get("tokenizer.ggml.tokens", 0))
     check_checkpoint(out)
-
-
-def _check_splitting(header: GgufHeader, gguf: Path) -> None:
-    """Raises CheckpointError for a byte-level tokenizer whose splitting of texts is unknown.
-
-    transformers would split as GPT-2 does, and the model would read other tokens.
-    """
-    pre = header.values.get(_PRE)
-    if header.values.get("tokenizer.ggml.model") != "gpt2":
-        return
-    if pre is None:
-        raise CheckpointError(
-            f"{gguf.name}: {_PRE}: is missing, so the splitting of texts is unknown; convert the "
-            "model again"
-        )
-    known = (*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2_SPLIT, *_DIGITS_APART, *_SAME_SPLIT)
-    if pre not in known:
-        raise CheckpointError(f"{gguf.name}: {_PRE}: {pre!r:.60} is not supported")
-
-
-def _restore_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
-    """Restores the splitting of texts if transformers, reading GGUF, replaced it by GPT-2's.
-
-    Otherwise two blanks before a number would become two tokens; the model was trained on one.
-    """
-    pre = header.values.get(_PRE)
-    if header.values.get("tokenizer.ggml.model") != "gpt2":
-        return
-    if pre in _DIGITS_APART:
-        tokenizer.pre_tokenizer = Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-        )
-    elif pre in _SAME_SPLIT:
-        pattern = Regex(GGUF_PRE_TOKENIZER_SPLITS[_SAME_SPLIT[pre]])
-        split = Split(pattern, behavior="isolated")
-        tokenizer.pre_tokenizer = Sequence(
-            [split, ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-
-
-def _restore_whole_words(tokenizer: Any, header: GgufHeader) -> None:
-    """Restores the vocabularies of Llama 3 and Mistral's Tekken, whose merges lack some words.
-
-    A word of the vocabulary is one token there, also if no merges lead to it. A file that does not
-    say whether texts begin with BOS means that they do.
-    """
-    if header.values.get("tokenizer.ggml.model") != "gpt2":
-        return
-    if header.values.get(_PRE) in _WHOLE_WORDS:
-        tokenizer.backend_tokenizer.model.ignore_merges = True
-        if _ADD_BOS not in header.values:
-            tokenizer.add_bos_token = True
-
-
-def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
-    """Removes special tokens that transformers' classes add; the model has no rows for them."""
-    path = folder / "tokenizer.json"
-    fields = json.loads(path.read_bytes())
-    config_path = folder / "tokenizer_config.json"
-    config = json.loads(config_path.read_bytes())
-    invented = [token["content"] for token in fields["added_tokens"] if token["id"] >= num_tokens]
-    if invented:
-        fields["added_tokens"] = [
-            token for token in fields["added_tokens"] if token["id"] < num_tokens
-        ]
-        path.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
-        kept = {name: value for name, value in config.items() if value not in invented}
-        config_path.write_text(json.dumps(kept, ensure_ascii=False), encoding="utf-8")
 
 
 def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
@@ -295,19 +181,6 @@ def _check_size(folder: Path, header: GgufHeader, name: str) -> None:
             f"{name}: tensors: hold {num_held} numbers; {config.architecture} of transformers has "
             f"{num_parameters} parameters"
         )
-
-
-def _check_tokenizer(tokenizer: Any, header: GgufHeader) -> None:
-    if tokenizer.chat_template != header.values.get("tokenizer.chat_template"):
-        raise CheckpointError("tokenizer.chat_template: was lost")
-    if tokenizer.eos_token_id != header.values.get(_ENDS[0]):
-        raise CheckpointError(f"{_ENDS[0]}: became {tokenizer.eos_token!r:.60}")
-    is_byte_level = header.values.get("tokenizer.ggml.model") == "gpt2"
-    if (
-        is_byte_level
-        and tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False)) != _PROBE
-    ):
-        raise CheckpointError("tokenizer.ggml.tokens: do not decode to the text that they encode")
 
 
 def main(gguf: Path, dtype: str) -> None:

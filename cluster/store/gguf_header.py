@@ -25,6 +25,8 @@ _MAX_NAME_BYTES: Final = 256
 _MAX_TEXT_BYTES: Final = 2**20  # such as a chat template
 _MAX_ENTRY_BYTES: Final = 1_024  # of a token, or a merge of two tokens
 _MAX_DIMENSIONS: Final = 4
+_MAX_END_IDS: Final = 64
+END_IDS: Final = "tokenizer.ggml.eos_token_ids"
 _ALIGNMENT: Final = "general.alignment"
 _MAX_ALIGNMENT: Final = 65_536
 
@@ -62,7 +64,10 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """Holds the metadata of a GGUF file; for an array only the number of its entries."""
+    """Holds the metadata of a GGUF file.
+
+    For an array only the number of its entries, except for END_IDS, whose value is a tuple.
+    """
 
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -137,8 +142,13 @@ class _HeaderReader:
         if kind != _ARRAY:
             raise self._error(f"type {kind} is unknown")
         kind = self._number(_KIND)
-        count = self._count(self._field, _MAX_ENTRIES - self._num_entries)
+        is_kept = self._field == END_IDS
+        count = self._count(
+            self._field, _MAX_END_IDS if is_kept else _MAX_ENTRIES - self._num_entries
+        )
         self._num_entries += count
+        if is_kept and kind in _NUMBERS:
+            return tuple(self._number(_NUMBERS[kind]) for _ in range(count))
         if kind == _TEXT:
             self._skip_texts(count)
         elif kind in _NUMBERS:
@@ -220,6 +230,9 @@ class _HeaderReader:
             raise self._error(
                 f"is one of {num_files!r:.60} files; join them first: llama-gguf-split --merge"
             )
+        self._field = END_IDS
+        if not isinstance(values.get(self._field, ()), tuple):
+            raise self._error("must be an array of numbers")
         self._field = f"{architecture}.block_count"
         num_layers = values.get(self._field)
         if type(num_layers) is not int or not 1 <= num_layers <= len(tensors):

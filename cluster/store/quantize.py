@@ -13,7 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from ...proto.errors import InvalidArgument
 from ...proto.home import TOKENIZER_FILE, tokenizer_file
@@ -121,6 +121,7 @@ class RoundableModel:
     """Describes a checked model."""
 
     files: list[Path]  # of weights
+    stored_names: dict[str, str]  # by the name of a tensor in the model, its name in the files
     names: list[str]  # of the linear maps of the layers, which are rounded
     sequences: torch.Tensor | None  # [sequences, tokens] of the calibration text
     num_bytes: int  # of the rounded model, without scales
@@ -153,6 +154,7 @@ def check_roundable(
             )
         num_bytes += outputs * inputs * scheme.bits // 8 - (weight.end - weight.begin)
     return RoundableModel(
+        stored_names={name: stored.name for name, stored in checkpoint.tensors.items()},
         files=sorted({stored.file for stored in checkpoint.tensors.values()}),
         names=names,
         sequences=None
@@ -180,16 +182,7 @@ def quantize_model(
     if out.exists():
         raise InvalidArgument(f"{out} exists", "OUT")
     model = check_roundable(folder, scheme, calibration)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in model.files:
-        tensors |= load_file(file)
-    for name in model.names:
-        if not tensors[f"{name}.weight"].isfinite().all():
-            raise CheckpointError(f"{name}.weight: contains NaN or infinite numbers")
-    rounded = _rounded(folder, tensors, model, scheme, method, on_layer)
-    for name in model.names:
-        del tensors[f"{name}.weight"]
-        tensors |= scheme.tensors(name, rounded[name])
+    tensors = _rounded_tensors(folder, model, scheme, method, on_layer)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         made = Path(scratch) / "model"
@@ -218,6 +211,30 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
     path.write_text(json.dumps(fields, indent=2), encoding="utf-8")
 
 
+def _rounded_tensors(
+    folder: Path, model: RoundableModel, scheme: QuantizationScheme, method: str, on_layer: OnLayer
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors to write.
+
+    Their names begin as in the files of `folder`, which may name a decoder without its head, or a
+    part of a multimodal model.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    for file in model.files:
+        stored |= load_file(file)
+    tensors = {name: stored[each] for name, each in model.stored_names.items()}
+    for name in model.names:
+        if not tensors[f"{name}.weight"].isfinite().all():
+            raise CheckpointError(f"{name}.weight: contains NaN or infinite numbers")
+    rounded = _rounded(folder, tensors, model, scheme, method, on_layer)
+    stored |= {model.stored_names[name]: tensor for name, tensor in tensors.items()}
+    for name in model.names:
+        weight = model.stored_names[f"{name}.weight"]
+        del stored[weight]
+        stored |= scheme.tensors(weight.removesuffix(".weight"), rounded[name])
+    return stored
+
+
 def _rounded(
     folder: Path,
     tensors: dict[str, torch.Tensor],
@@ -234,7 +251,12 @@ def _rounded(
             for name in names
             for weight in (tensors[f"{name}.weight"],)
         }
-    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Not from the files: transformers gives random weights to names that it does not find there.
+    config = AutoConfig.from_pretrained(folder)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    plain = model_class.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=torch.float32
+    )
     plain.eval()
     if method == "gptq":
         return _round_by_gptq(plain, model.sequences, names, scheme, on_layer)

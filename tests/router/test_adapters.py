@@ -57,6 +57,17 @@ def test_changes_are_kept_over_what_is_configured() -> None:
     assert registry.get("a") == adapter("a", 9)
 
 
+def test_at_the_limit_a_served_name_may_get_another_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 2)
+    registry = AdapterRegistry([adapter("a"), adapter("b")])
+    registry.put(adapter("b", 9))
+    assert registry.get("b") == adapter("b", 9)
+    with pytest.raises(Overloaded, match="2 adapters are served; unload one first"):
+        registry.put(adapter("c"))
+
+
 CHANGES = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.integers(0, 3)), max_size=20
 )

@@ -58,7 +58,8 @@ def load_adapter(
         for number, (part, method) in enumerate(layers)
         if any(name in factors for name, *_ in part.outputs)
     }
-    if device.type == "cpu" and all(can_multiply(dtype, a.shape[1]) for a, _ in combined.values()):
+    # By all layers of the rank, so that all adapters of a step have the same form.
+    if device.type == "cpu" and all(can_multiply(dtype, part.local_shape[1]) for part, _ in layers):
         pairs = LowRankPairs(len(layers))
         for number, (down, up) in combined.items():
             pairs.add(number, down.to(dtype), up.to(dtype))

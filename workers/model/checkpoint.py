@@ -54,14 +54,16 @@ _STACKED: Final = {
     ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts", _DOWN),
 }
 _SAMPLE_BYTES: Final = 4096
+_CHUNK_BYTES: Final = 2**20
 _MAX_NAME_BYTES: Final = 255  # of a file name on Linux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Describes one tensor: its file, dtype, shape and byte range."""
+    """Describes one tensor: its file, its name there, dtype, shape and byte range."""
 
     file: Path
+    name: str
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
@@ -79,8 +81,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Returns a hash of config and weights as 32 hex digits.
 
-        It does not depend on how the weights are sharded into files. Reads only the first and last
-        4 KiB of each tensor.
+        It does not depend on how the weights are sharded into files. Reads embeddings, of which
+        training may change single rows, and the first and last 4 KiB of each other tensor.
         """
         described = asdict(self.config)
         # They change no keys and no values of the KV cache.
@@ -92,10 +94,19 @@ class Checkpoint:
         for name, stored in sorted(self.tensors.items()):
             digest.update(f"{name} {stored.dtype} {stored.shape} ".encode())
             with stored.file.open("rb") as file:
-                for begin in (stored.begin, max(stored.begin, stored.end - _SAMPLE_BYTES)):
+                for begin, end in self._sampled(name, stored):
                     file.seek(begin)
-                    digest.update(file.read(min(_SAMPLE_BYTES, stored.end - begin)))
+                    for place in range(begin, end, _CHUNK_BYTES):
+                        digest.update(file.read(min(_CHUNK_BYTES, end - place)))
         return digest.hexdigest()[:32]
+
+    def _sampled(self, name: str, stored: StoredTensor) -> list[tuple[int, int]]:
+        """Returns the parts of a tensor's file that the fingerprint includes."""
+        # A head changes no keys and no values.
+        if stored.shape[:1] == (self.config.vocab_size,) and not name.startswith("lm_head."):
+            return [(stored.begin, stored.end)]
+        size = min(_SAMPLE_BYTES, stored.end - stored.begin)
+        return [(stored.begin, stored.begin + size), (stored.end - size, stored.end)]
 
     def kv_layout(self, dtype: str, cache_dtype: str = "auto") -> KvLayout:
         """Returns the layout of the model's KV cache in this dtype."""
@@ -281,7 +292,12 @@ def _parse_entry(file: Path, name: str, value: Any, start: int) -> StoredTensor:
             f"{file.name}: {name}: data_offsets {offsets} do not fit {dtype} of shape {shape}"
         )
     return StoredTensor(
-        file=file, dtype=dtype, shape=tuple(shape), begin=start + begin, end=start + end
+        file=file,
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        begin=start + begin,
+        end=start + end,
     )
 
 

@@ -25,9 +25,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem import LLM, LoRARequest, RequestOutput, SamplingParams
+from tandem.cluster.local import engine
 from tandem.cluster.local.llm import LocalStream
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
+from tandem.router import adapters
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
@@ -759,3 +761,40 @@ def test_a_lora_request_has_the_tokens_of_peft(llm: LLM, folder: Path, tmp_path:
             llm.chat(
                 [{"role": "user", "content": "hi"}], GREEDY, lora_request=wrong, progress=False
             )
+
+
+def test_an_adapter_that_was_trained_again_is_read_again(
+    llm: LLM, folder: Path, tmp_path: Path
+) -> None:
+    ids = [(7 * n) % 400 + 3 for n in range(40)]
+    for seed in (1, 2):
+        path = make_adapter(tmp_path / "adapter", folder, seed=seed)
+        (output,) = llm.generate(
+            prompt_token_ids=ids,
+            sampling_params=GREEDY,
+            progress=False,
+            lora_request=LoRARequest("again", 1, str(path)),
+        )
+        expected = reference_greedy(peft_reference(folder, {"again": path}), ids, NUM_TOKENS)
+        assert output.outputs[0].token_ids == expected
+
+
+def test_the_least_recently_used_adapter_makes_room(
+    llm: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = list(llm._engine._adapter_states)
+    for module in (adapters, engine):
+        monkeypatch.setattr(module, "MAX_ADAPTERS", len(known) + 2)
+    path = make_adapter(tmp_path / "adapter", folder)
+    used = llm._engine._adapters
+
+    def use(name: str) -> None:
+        llm._loop.run(llm._engine.use_adapter(LoRARequest(name, 1, str(path))))
+
+    for name in ("a", "b", "a", *known, "c"):
+        use(name)
+    assert used.get("a") is not None
+    assert used.get("b") is None
+    use("b")
+    assert used.get("a") is None
+    assert used.get("b") is not None

@@ -28,12 +28,17 @@ from transformers import (
     Phi3Config,
     Starcoder2Config,
 )
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    phi3_tokenizer,
+    sentencepiece_tokenizer,
+)
 from typer.testing import CliRunner
 
 from tandem import LLM, SamplingParams
 from tandem.cluster.cli.main import app
 from tandem.cluster.store import folders, gguf_convert, store
 from tandem.cluster.store.gguf_header import GgufHeader, read_gguf_header
+from tandem.cluster.store.gguf_tokenizer import restore_tokenizer
 from tandem.cluster.store.pooling import pooling_rules
 from tandem.cluster.store.store import resolve_model
 from tandem.router.frontend.tokenizer import Tokenizer
@@ -215,6 +220,53 @@ def test_scaled_rotary_embeddings_are_not_lost(tmp_path: Path) -> None:
     (rope, _) = load_model_config(out).ropes
     assert rope is not None
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 2048)
+
+
+@pytest.mark.parametrize(
+    ("control", "ends", "expected"),
+    [
+        ({}, (), {1}),
+        ({510: "<end_of_turn>", 511: "<other>"}, (), {1, 510}),  # as in Gemma 2
+        ({510: "<a>"}, (510, 1), {1, 510}),
+        # As in gpt-oss, where <|end|>, in these files token 1, ends only a message.
+        ({509: "<|return|>", 510: "<|call|>"}, (509,), {509, 510}),
+    ],
+)
+def test_all_tokens_that_end_an_answer_are_found(
+    tmp_path: Path, control: dict[int, str], ends: tuple[int, ...], expected: set[int]
+) -> None:
+    """By their texts, as llama.cpp does: many files name only the token that ends a text."""
+    folder = make_tiny_model(tmp_path / "model")
+    file = write_gguf(folder, tmp_path / "x.gguf", control=control, ends=ends)
+    out = tmp_path / "out"
+    out.mkdir()
+    gguf_convert.convert(file, out, "float32")
+    saved = json.loads((out / "generation_config.json").read_text())
+    assert set(saved["eos_token_id"]) == expected
+
+
+PIECES = ["<unk>", "<s>", "</s>", "a", "b", "▁", "▁a", "▁b", "ab", "▁ab"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_texts_begin_without_a_blank_if_the_file_says_so(architecture: str) -> None:
+    fields = {"tokens": PIECES, "scores": [-float(index) for index in range(len(PIECES))]}
+    build: Any = {"llama": sentencepiece_tokenizer, "phi3": phi3_tokenizer}[architecture]
+    for adds, expected in ((False, ["ab", "▁b"]), (True, ["▁ab", "▁b"])):
+        tokenizer = build(fields)
+        values: dict[str, Any] = {
+            "general.architecture": architecture,
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.add_space_prefix": adds,
+            "tokenizer.ggml.eos_token_id": 2,
+        }
+        restore_tokenizer(tokenizer, GgufHeader(values=values, tensors={}))
+        encoding = tokenizer.backend_tokenizer.encode("ab b", add_special_tokens=False)
+        assert encoding.tokens == expected
+        assert tokenizer.backend_tokenizer.decode(encoding.ids) == "ab b"
+        if not adds:
+            ids = tokenizer.backend_tokenizer.encode(" b", add_special_tokens=False).ids
+            assert tokenizer.backend_tokenizer.decode(ids) == " b"
 
 
 @pytest.mark.parametrize(("number", "mode"), [(1, "mean"), (2, "cls"), (3, "lasttoken")])
@@ -485,6 +537,14 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
             NAME, value("llama.block_count", 4, struct.pack("<I", 10**9)), tensors=(tensor("a", 1),)
         ),
         "llama.block_count: must be from 1 to the number of tensors, 1, got 1000000000",
+    ),
+    "ends": (
+        made(NAME, LAYERS, value("tokenizer.ggml.eos_token_ids", 9, array(4, 65, bytes(260)))),
+        "tokenizer.ggml.eos_token_ids: 65 is above the maximum, 64",
+    ),
+    "end": (
+        made(NAME, LAYERS, value("tokenizer.ggml.eos_token_ids", 4, bytes(4))),
+        "tokenizer.ggml.eos_token_ids: must be an array of numbers",
     ),
     "split": (
         made(NAME, LAYERS, value("split.count", 2, b"\3\0")),

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -223,6 +224,34 @@ def test_a_folder_has_the_tokens_of_its_numbers(
     )
     assert weight_schemes(runner.config, "bfloat16")[0].startswith(f"compressed-tensors {form}, ")
     assert {path.name for path in out.iterdir()} >= {path.name for path in plain.iterdir()}
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+@pytest.mark.parametrize("prefix", ["", "model.language_model."])
+def test_names_of_a_decoder_alone_or_of_a_multimodal_model_are_kept(
+    plain: Path, tmp_path: Path, prefix: str, method: Literal["rtn", "gptq", "awq"]
+) -> None:
+    """As of Qwen3-Embedding; the rounded weights are those of the same model with usual names."""
+    renamed = shutil.copytree(plain, tmp_path / "renamed")
+    path = renamed / "model.safetensors"
+    stored = {
+        f"{prefix}{name.removeprefix('model.')}" if name.startswith("model.") else name: each
+        for name, each in load_file(path).items()
+    }
+    save_file(stored, path, {"format": "pt"})
+    made = []
+    for number, folder in enumerate((plain, renamed)):
+        out = tmp_path / str(number)
+        calibration = None if method == "rtn" else TEXT
+        how: Literal["gptq", "awq"] = "awq" if method == "awq" else "gptq"
+        quantize_model(folder, out, SCHEMES["int4"], calibration, method=how)
+        made.append(load_file(out / "model.safetensors"))
+    assert any(name.startswith(f"{prefix}layers.") for name in made[1])
+    for name, tensor in made[0].items():
+        other = f"{prefix}{name.removeprefix('model.')}" if name.startswith("model.") else name
+        assert torch.equal(made[1].pop(other), tensor), name
+    assert not made[1]
+    check_checkpoint(tmp_path / "1")
 
 
 def test_a_service_of_another_user_can_read_the_folder(plain: Path, tmp_path: Path) -> None:

@@ -293,6 +293,30 @@ def test_in_bfloat16_no_row_depends_on_the_others(
 
 
 @needs_kernels
+def test_adapters_of_layers_with_even_and_odd_inputs_share_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a rank whose part of 8,192 inputs is 2,731; the kernels support even numbers only."""
+    folder = make_tiny_model(tmp_path / "model", intermediate_size=95)
+    adapters = {
+        "one": make_adapter(tmp_path / "one", folder, targets=("q_proj",)),
+        "four": make_adapter(tmp_path / "four", folder, targets=("down_proj",)),
+    }
+    runner, ids = load_all(load(folder, dtype="bfloat16"), adapters), prompt(20)
+    driver = Driver(runner)
+    with recorded_logits(monkeypatch) as logits:
+        for key, name in enumerate(("base", *adapters)):
+            driver.run(driver.step(key, ids, 0, adapter=NUMBERS[name]))
+        driver.run(
+            *(driver.step(9 + NUMBERS[name], ids, 0, adapter=NUMBERS[name]) for name in adapters)
+        )
+    base, *alone = (each[0] for each in logits[:3])
+    for row, expected in enumerate(alone):
+        assert (expected - base).abs().max() > 0.1, "an adapter that changes nothing tests nothing"
+        assert (logits[3][row] - expected).abs().max() <= 0.05
+
+
+@needs_kernels
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5"])
 def test_steps_with_adapters_are_recorded(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
