@@ -6,7 +6,8 @@
     │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body's compression is not supported
     ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
     ├── NotFound             NOT_FOUND            404   unknown model
-    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue, KV budget or limits of a key
+    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue or KV budget
+    │   └── KeyLimitReached  RESOURCE_EXHAUSTED   429   a limit of a key
     ├── Unavailable          UNAVAILABLE          503   no healthy worker, or draining
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    504
     ├── Cancelled            CANCELLED            499
@@ -92,9 +93,13 @@ class NotFound(TandemError, code="NOT_FOUND", http_status=404):
 
 
 class Overloaded(TandemError, code="RESOURCE_EXHAUSTED", http_status=429, retry_after=1.0):
-    """Reports that the queue or the KV budget is full, or that the limits of a key are reached."""
+    """Reports that the queue or the KV budget is full."""
 
     retry_after: float  # seconds
+
+
+class KeyLimitReached(Overloaded, code="RESOURCE_EXHAUSTED", http_status=429, retry_after=1.0):
+    """Reports that a limit of the caller's key is reached; the service may be idle."""
 
 
 class Unavailable(TandemError, code="UNAVAILABLE", http_status=503, retry_after=1.0):

@@ -278,8 +278,8 @@ SPEC_ACCEPTED_TOKENS = _counter(
 )
 REFUSALS = _counter(
     "tandem_refusals_total",
-    "Requests that were refused; full: the queue is full; predicted: the predicted wait is too "
-    "long; waited: the request has waited too long.",
+    "Requests that the queue for workers refused; full: the queue is full; predicted: the "
+    "predicted wait is too long; waited: the request has waited too long.",
     reason=("full", "predicted", "waited"),
 )
 _SLO_OUTCOMES: Final = ("met", "ttft", "tpot", "e2e", "failed", "refused")

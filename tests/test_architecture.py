@@ -169,7 +169,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.bench": ("cluster: tables text_files traces", "router.client"),
         "cluster.sim": (
             "cluster: bench config local.session scaling scaling.config serve.members traces",
-            "router: dispatch request scheduling",
+            "router: dispatch request scheduling telemetry",
             "workers: engine kv_cache serve tp transfer",
         ),
         "cluster.local.session": (),

@@ -47,13 +47,23 @@ def cost_command(
     batch: Annotated[
         int, typer.Option(help="Sequences that decode in one step.", min=1, max=65_536)
     ] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16. Default: that of --profile, or bfloat16."),
+    ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="Of the weights: int8, int4 or fp8.")
+        str | None,
+        typer.Option(
+            help="Of the weights: int8, int4 or fp8. Default: that of --profile, or none."
+        ),
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The numbers of the KV cache: auto (--dtype), int8, fp8 or int4.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="The numbers of the KV cache: auto (--dtype), int8, fp8 or int4. Default: that of "
+            "--profile, or auto."
+        ),
+    ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,12 +94,18 @@ def cost_command(
     matrix products, weights, KV cache and states, each moved once. No program is faster than these
     times: the floor of a step is the longer of the time for its bytes and the time for its FLOPs.
     """
+    devices = _devices(device, bandwidth, rate)
+    measured = _read_profile(profile, model) if profile is not None else None
+    if measured is not None:
+        dtype = _as_measured("--dtype", dtype, measured.dtype)
+        quantization = _as_measured("--quantization", quantization, measured.quantization)
+        kv_cache_dtype = _as_measured("--kv-cache-dtype", kv_cache_dtype, measured.kv_cache_dtype)
+    dtype = dtype or "bfloat16"
+    kv_cache_dtype = kv_cache_dtype or "auto"
     check_choice("--dtype", dtype, ITEM_BYTES)
     check_choice("--kv-cache-dtype", kv_cache_dtype, get_args(KvCacheDtype))
     if quantization is not None:
         check_choice("--quantization", quantization, get_args(Quantization))
-    devices = _devices(device, bandwidth, rate)
-    measured = _read_profile(profile, model) if profile is not None else None
     config = read_model_config(model)
     cost = make_cost(config, dtype, quantization=quantization, cache_dtype=kv_cache_dtype)
     if measure:
@@ -123,6 +139,17 @@ def _read_profile(path: Path, model: str) -> Profile:
     profile = read_profile(path)
     profile.check_model(load_config(overrides={"model": model}).served_name)
     return profile
+
+
+def _as_measured(option: str, given: str | None, measured: str | None) -> str | None:
+    """Returns the value of the profile. Raises InvalidArgument if the option has another one."""
+    if given not in (None, measured):
+        raise InvalidArgument(
+            f"is {given}, but the profile was measured with {measured or 'none'}; leave the option "
+            "out, or measure such a profile",
+            option,
+        )
+    return measured
 
 
 def _devices(

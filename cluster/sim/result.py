@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...proto import inference_pb2
+from ...router.telemetry.requests import PARTS
 from ..bench.metrics import RequestRecord, Summary, summarize
 from ..config import PoolRole
 
@@ -85,11 +86,14 @@ class SimulationResult:
         return max((each.peak_kv for each in self.workers if each.role == role), default=0.0)
 
     def wait_seconds(self) -> dict[str, float]:
-        """Returns the mean seconds of a request by the stage in which it waited or worked."""
+        """Returns the mean seconds of a request by the stage in which it waited or worked.
+
+        They add up to its mean time; `tokenize` has the wait for a busy router.
+        """
         count = max(len(self.requests), 1)
         return {
             stage: sum(getattr(each.timeline, f"{stage}_seconds") for each in self.requests) / count
-            for stage in ("queue", "dispatch", "prefill", "kv_transfer", "decode")
+            for stage in PARTS
         }
 
 

@@ -13,7 +13,16 @@ from traceback import extract_tb
 from typing import Final
 
 from ...proto import inference_pb2, limits
-from ...proto.errors import InternalError, InvalidArgument, NotFound, Overloaded, TandemError
+from ...proto.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    KeyLimitReached,
+    NotFound,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
 from ...proto.metrics import Metrics
 from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..adapters import AdapterAdmin, AdapterRegistry
@@ -28,7 +37,7 @@ from ..resume.policy import ResumePolicy
 from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
 from ..scheduling.capacity import Capacity
-from ..slo import find_slo, first_token_due
+from ..slo import SloOutcome, find_slo, first_token_due
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..telemetry.requests import RequestFacts, RequestTelemetry, count_slo
@@ -136,9 +145,9 @@ class GenerationService:
     async def accept(
         self, request: inference_pb2.GenerateRequest, context: RequestContext
     ) -> PreparedRequest:
-        """Checks and tokenizes a request.
+        """Checks and tokenizes a request; counts one that the service refuses in its SLO class.
 
-        Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded.
+        Raises InvalidArgument, NotFound, Overloaded, Unavailable or DeadlineExceeded.
         """
         trace_id = context.trace.trace_id if context.trace else ""
         CURRENT_REQUEST.set((request.request_id, trace_id))
@@ -153,17 +162,13 @@ class GenerationService:
             is_resumption = bool(request.resume or context.event_id)
             if self._admission is not None and not is_resumption:
                 slo = find_slo(model.slo, request.service_tier)
-                try:
-                    self._admission.check_early(
-                        _estimated(request),
-                        caller.tenant,
-                        caller.priority(request.priority),
-                        context.deadline,
-                        first_token_due(slo, context.arrived),
-                    )
-                except Overloaded:
-                    count_slo(self.metrics, slo, "refused")
-                    raise
+                self._admission.check_early(
+                    _estimated(request),
+                    caller.tenant,
+                    caller.priority(request.priority),
+                    context.deadline,
+                    first_token_due(slo, context.arrived),
+                )
 
         is_resumable = context.is_resumable or context.event_id is not None
         checked = prepare(
@@ -174,7 +179,16 @@ class GenerationService:
             resume_key=self._resume_key if is_resumable else None,
             resume_policy=self._resume_policy,
         )
-        prepared = await before(context.deadline, checked)
+        try:
+            prepared = await before(context.deadline, checked)
+        except KeyLimitReached:
+            raise
+        except (Overloaded, DeadlineExceeded, Unavailable) as error:
+            # `prepare` has checked the class before it can wait or be refused.
+            slo = find_slo(model.slo, request.service_tier)
+            outcome: SloOutcome = "refused" if isinstance(error, Overloaded) else "failed"
+            count_slo(self.metrics, slo, outcome)
+            raise
         CURRENT_REQUEST.set((prepared.request_id, trace_id))
         if prepared.num_restored:
             caller.quota.take_tokens(prepared.num_restored)  # workers compute them again

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ...proto.errors import Overloaded
+from ...proto.errors import KeyLimitReached
 
 _MINUTE: Final = 60.0
 _POLLS_PER_SECOND: Final = 10
@@ -83,9 +83,11 @@ class Quota:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Counts a call while it runs. Raises Overloaded if it exceeds a limit."""
+        """Counts a call while it runs. Raises KeyLimitReached if it exceeds a limit."""
         if self._max_streams is not None and self.num_streams >= self._max_streams:
-            raise Overloaded(f"the key's limit of {self._max_streams} concurrent calls is reached")
+            raise KeyLimitReached(
+                f"the key's limit of {self._max_streams} concurrent calls is reached"
+            )
         if self._requests is not None:
             _check(self._requests, "requests")
             self._requests.take(1)
@@ -96,7 +98,7 @@ class Quota:
             self.num_streams -= 1
 
     def poll(self) -> None:
-        """Counts one poll of the console's data. Raises Overloaded if it exceeds the limit.
+        """Counts one poll of the console's data. Raises KeyLimitReached if it exceeds the limit.
 
         No other limit counts polls.
         """
@@ -104,7 +106,7 @@ class Quota:
         self._polls.take(1)
 
     def check_tokens(self) -> None:
-        """Raises Overloaded if no token is left; a running call may use more than is left."""
+        """Raises KeyLimitReached if no token is left; a running call may use more than is left."""
         if self._tokens is not None:
             _check(self._tokens, "tokens")
 
@@ -136,7 +138,7 @@ class Quota:
 
 def _check(bucket: TokenBucket, name: str) -> None:
     if bucket.level < 1:
-        raise Overloaded(
+        raise KeyLimitReached(
             f"the key's limit of {bucket.per_minute} {name} a minute is used up",
             bucket.seconds_until(1),
         )

@@ -31,7 +31,8 @@ class RequestTimer:
 
     Values that no longer change are in the timeline earlier: workers, attempts, interruptions, time
     to first token. Time lost by an interruption counts for the stage of the request: as dispatch
-    before the first token, as decode after it.
+    before the first token, as decode after it. A choice with two tokens has begun to decode, so a
+    later move to another decode worker is no stage of the request.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class RequestTimer:
         self._metrics = metrics
         self._clock = clock
         self._timeline = timeline
-        self._num_choices = request.submit.num_choices
+        num_choices = request.submit.num_choices
         self._arrived = request.arrived
         self._tokenized = self._clock()
         self._dispatched: float | None = None
@@ -55,9 +56,9 @@ class RequestTimer:
         self._last = request.arrived  # when the last token came
         self._queue = 0.0  # seconds in the prefill worker's queue
         self._was_interrupted = False
-        self._num_tokens = 0
+        self._num_tokens = [0] * num_choices  # of each choice
         self._new_tokens: dict[int, int] = {}  # by choice, since the last `stamp`
-        self._last_of = [0.0] * self._num_choices  # the time of the last token of each choice
+        self._last_of = [0.0] * num_choices  # the time of the last token of each choice
         self._gaps = BucketCounts(ITL.buckets)  # between tokens of a choice
         timeline.request_id = request.request_id
         timeline.prompt_tokens = len(request.submit.token_ids)
@@ -76,7 +77,7 @@ class RequestTimer:
         """Stamps an output of the prefill worker; `decode`: of the decode worker of a pair."""
         now = self._clock()
         if output.HasField("admitted") and decode:
-            self._decode_admitted = self._decode_admitted or now
+            self._decode_admitted = self._decode_admitted or self._decodes_from(now)
         elif output.HasField("admitted") and self._first is None:
             self._queue = output.admitted.queue_seconds
             self._timeline.cached_tokens = output.admitted.cached_tokens
@@ -87,7 +88,7 @@ class RequestTimer:
             self._timeline.prefill_seconds = output.tokens.prefill_seconds
         elif output.HasField("kv_received"):
             received = output.kv_received
-            self._kv_received = self._kv_received or now
+            self._kv_received = self._kv_received or self._decodes_from(now)
             self._timeline.kv_transfer_bytes += received.transfer_bytes
             self._timeline.kv_transfer_active_seconds += received.transfer_active_seconds
             self._timeline.kv_transport = received.transport
@@ -95,6 +96,10 @@ class RequestTimer:
                 KV_SECONDS, received.transfer_active_seconds, transport=received.transport
             )
             self._metrics.add(KV_BYTES, received.transfer_bytes, transport=received.transport)
+
+    def _decodes_from(self, now: float) -> float:
+        """Returns `now`, or the time of the first token if a choice has decoded since then."""
+        return now if self._first is None or max(self._num_tokens) < 2 else self._first
 
     def interrupted(self, cause: str, worker_id: str) -> None:
         """Counts that a worker lost choices; `cause` is the label in INTERRUPTIONS."""
@@ -116,7 +121,7 @@ class RequestTimer:
             return
         self._last = now = self._clock()
         for choice, count in self._new_tokens.items():
-            self._num_tokens += count
+            self._num_tokens[choice] += count
             if not count:
                 continue
             if last := self._last_of[choice]:
@@ -136,7 +141,8 @@ class RequestTimer:
         """Writes the timeline after the end or the failure of the request."""
         self.stamp()
         timeline = self._timeline
-        end = self._last if self._num_tokens else self._clock()
+        num_tokens = sum(self._num_tokens)
+        end = self._last if num_tokens else self._clock()
         dispatched = end if self._dispatched is None else self._dispatched
         first = self._first or end
         received = min(self._kv_received or first, end)
@@ -150,7 +156,7 @@ class RequestTimer:
         timeline.decode_seconds = end - received
         timeline.end_to_end_seconds = end - self._arrived
         timeline.ttft_seconds = first - self._arrived
-        timeline.completion_tokens = self._num_tokens
-        num_steps = self._num_tokens / self._num_choices - 1  # each step serves all choices
+        timeline.completion_tokens = num_tokens
+        num_steps = max(self._num_tokens) - 1  # each step serves all choices that still run
         timeline.tpot_seconds = (end - first) / num_steps if num_steps > 0 else 0.0
         self._gaps.report(self._metrics, ITL)

@@ -24,12 +24,12 @@ class OutputProcessor:
     def __init__(self, request: PreparedRequest, timeline: inference_pb2.Timeline) -> None:
         """`timeline`: the source fills it in; `run` adds the request id and the tokens."""
         self.ended: set[int] = set()  # choices that ended here; the source is to cancel them
-        self.finish_reasons: list[inference_pb2.FinishReason] = []  # of the choices that ended
         self._request = request
         self._timeline = timeline
         numbers = range(request.tokens.submit.num_choices)
         self._choices = [ChoiceOutput(request, number) for number in numbers]
         self._is_held = request.is_held
+        self._reasons: dict[int, inference_pb2.FinishReason] = {}  # of the choices that ended
         # How much the client has of each choice. An answer that is held starts again.
         self._progress = {} if self._is_held else request.progress
         self._marks = {} if self._is_held else request.marks
@@ -57,6 +57,19 @@ class OutputProcessor:
     def longest_choice(self) -> int:
         """The largest number of tokens that were generated here for one choice until now."""
         return max(choice.num_generated for choice in self._choices)
+
+    @property
+    def finish_reasons(self) -> "list[inference_pb2.FinishReason]":
+        """The finish reasons of the answered choices that have ended.
+
+        Of an answer that is held, no choice has ended before all have: the client has none of it.
+        """
+        if not self._is_held:
+            return list(self._reasons.values())
+        if self._open:
+            return []
+        best = sorted(self._reasons, key=self._rank)[: self._request.num_answers]
+        return [self._reasons[number] for number in best]
 
     async def run(
         self,
@@ -120,7 +133,7 @@ class OutputProcessor:
             self._prompt_logprobs = []
         if message.finish_reason != UNFINISHED:
             self._open.discard(message.choice)
-            self.finish_reasons.append(message.finish_reason)
+            self._reasons[message.choice] = message.finish_reason
             if delta.finish_reason == UNFINISHED:
                 self.ended.add(message.choice)
 
@@ -191,17 +204,17 @@ class OutputProcessor:
         """
         of_prompt = messages[0].prompt_logprobs[:]
         del messages[0].prompt_logprobs[:]
-        ranked = sorted(messages, key=self._rank)
+        ranked = sorted(messages, key=lambda message: self._rank(message.choice))
         best = ranked[: self._request.num_answers]
         for number, message in enumerate(best):
             message.choice = number
         best[0].prompt_logprobs.extend(of_prompt)
         return best
 
-    def _rank(self, message: inference_pb2.GenerateResponse) -> tuple[bool, float, int]:
+    def _rank(self, number: int) -> tuple[bool, float, int]:
         """Returns the sort key of a completion: one that the time has left empty comes last."""
-        choice = self._choices[message.choice]
-        return not choice.num_tokens, -choice.mean_logprob, message.choice
+        choice = self._choices[number]
+        return not choice.num_tokens, -choice.mean_logprob, number
 
     def _signed(self, message: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
         """Adds the resume token, and to the first message the cached tokens of the prompt."""

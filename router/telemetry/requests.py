@@ -92,7 +92,7 @@ class EndedRequest:
 
     @property
     def is_complete(self) -> bool:
-        return not {"abort", "error"}.intersection(self.finish_reasons)
+        return not self.error
 
 
 Observer = Callable[[EndedRequest], None]
@@ -108,7 +108,8 @@ class RequestProgress(Protocol):
     def longest_choice(self) -> int: ...
 
     @property
-    def finish_reasons(self) -> "Sequence[inference_pb2.FinishReason]": ...
+    def finish_reasons(self) -> "Sequence[inference_pb2.FinishReason]":
+        """The finish reasons of the answered choices that have ended."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +176,7 @@ class RunningRequest:
             timeline=self.timeline,
             num_generated=self._num_counted,
             longest_choice=self._outputs.longest_choice,
-            finish_reasons=tuple(reasons[: self.facts.num_choices]),
+            finish_reasons=tuple(reasons),
             error=code,
             was_refused=isinstance(error, Overloaded) and not self._has_begun,
         )

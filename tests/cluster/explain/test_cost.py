@@ -293,6 +293,23 @@ def test_measured_times_are_printed_beside_the_floors(config_file: Path) -> None
     assert "--profile: " in str(result.exception)
 
 
+def test_floors_are_those_of_the_numbers_of_the_profile(config_file: Path) -> None:
+    numbers = {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "fp8"}
+    profile = config_file.with_name("profile.json")
+    made = make_profile(1, model=config_file.name).model_copy(update=numbers)
+    profile.write_text(made.model_dump_json())
+    args = [str(config_file), "--profile", str(profile)]
+    options = ("--dtype", "float32", "--quantization", "int8", "--kv-cache-dtype", "fp8")
+    found, expected = (
+        json.loads(run(*each, "--json")) for each in (args, [str(config_file), *options])
+    )
+    assert found["measured"]
+    assert {**found, "measured": []} == {**expected, "measured": []}
+    for option, other in zip(options[::2], ("bfloat16", "int4", "auto"), strict=True):
+        result = CliRunner().invoke(app, ["plan", "cost", *args, option, other])
+        assert str(result.exception).startswith(f"{option}: is {other}, but the profile")
+
+
 @pytest.mark.parametrize(
     ("args", "option"),
     [

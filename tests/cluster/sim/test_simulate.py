@@ -87,6 +87,9 @@ def test_the_router_takes_time_for_requests_and_tokens() -> None:
     busy = simulate(service(), requests, costs)
     assert busy.requests[0].record.ttft == pytest.approx(free.requests[0].record.ttft + 0.031)
     assert busy.router_busy_share == pytest.approx((0.03 + 50 * 0.001) / busy.seconds, rel=0.01)
+    waits = busy.wait_seconds()
+    assert waits["tokenize"] == pytest.approx(0.03)
+    assert sum(waits.values()) == pytest.approx(busy.requests[0].timeline.end_to_end_seconds)
 
 
 def test_busy_neighbours_on_the_same_cores_slow_a_step_down() -> None:

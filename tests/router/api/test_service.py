@@ -12,13 +12,16 @@ from tandem.proto.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidArgument,
+    KeyLimitReached,
     NotFound,
     Overloaded,
+    Unavailable,
 )
 from tandem.router.adapters import AdapterAdmin, AdapterRegistry
 from tandem.router.api.service import GenerationService, tandem_errors_only
 from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity
@@ -288,6 +291,35 @@ async def test_an_early_refusal_is_a_miss_of_its_slo_class(model: ServedModel) -
     page = MetricsPage(metrics.render().decode())
     assert page.value("tandem_slo_requests_total", slo_class="fast", outcome="refused") == 1
     assert page.value("tandem_slo_requests_total") == 1
+
+
+async def test_what_fails_while_it_is_prepared_is_a_miss_of_its_slo_class_once(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_args: object, **_options: object) -> None:
+        raise error
+
+    metrics = PrometheusMetrics("tiny")
+    fast = replace(model, slo={"fast": SloClass(ttft_ms=250)})
+    telemetry = RequestTelemetry(metrics)
+    service = GenerationService([fast], FakeTokenSource(), telemetry=telemetry)
+    message = request(prompt={"text": "x"}, service_tier="fast")
+    used_up = Caller()
+    used_up.quota.resize(None, 1, None)
+    used_up.quota.take_tokens(9)
+    with pytest.raises(KeyLimitReached):  # no fault of the service
+        await service.accept(message, RequestContext(arrived=0, caller=used_up))
+    with pytest.raises(DeadlineExceeded):
+        await service.accept(message, RequestContext(arrived=0, deadline=time.monotonic()))
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    error: Exception
+    for error in (Overloaded("full"), Unavailable("no process"), InvalidArgument("no", "prompt")):
+        with pytest.raises(type(error)):
+            await service.accept(message, RequestContext(arrived=0))
+    page = MetricsPage(metrics.render().decode())
+    assert page.value("tandem_slo_requests_total", slo_class="fast", outcome="refused") == 1
+    assert page.value("tandem_slo_requests_total", slo_class="fast", outcome="failed") == 2
+    assert page.value("tandem_slo_requests_total") == 3
 
 
 async def test_a_resumption_is_checked_and_not_refused_for_its_size(model: ServedModel) -> None:

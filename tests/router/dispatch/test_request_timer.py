@@ -41,7 +41,7 @@ class TimedRequest:
         request = token_request(range(50), arrived=100.0, num_choices=num_choices)
         self.timer = RequestTimer(request, self.timeline, self.recorder, self.clock)
 
-    def at(self, now: float, event: str) -> None:
+    def at(self, now: float, event: str, choice: int = 0) -> None:
         self.clock.now = now
         output = worker_pb2.Output()
         decode = event.startswith("decode ")
@@ -60,7 +60,7 @@ class TimedRequest:
             case "token":
                 output.tokens.prefill_seconds = 0.0 if decode else 0.5
                 self.timer.observe(output, decode=decode)
-                self.timer.tokens(1)
+                self.timer.tokens(1, choice)
                 self.timer.stamp()
                 return
         self.timer.observe(output, decode=decode)
@@ -92,15 +92,13 @@ def test_a_whole_request() -> None:
 
 
 def test_the_time_of_a_token_is_that_of_a_step_of_all_choices() -> None:
-    timed = TimedRequest(num_choices=2)
-    for after, event in [
-        (1.0, "dispatched"),
-        *((t, "token") for t in (4.0, 4.0, 6.0, 6.0, 8.0, 8.0)),
-        (9.0, "stop"),
-    ]:
-        timed.at(100 + after, event)
+    timed = TimedRequest(num_choices=3)  # the first ends early, the last had ended elsewhere
+    timed.at(101.0, "dispatched")
+    for after, choice in ((4.0, 0), (4.0, 1), (6.0, 1), (8.0, 1), (10.0, 1)):
+        timed.at(100 + after, "token", choice)
+    timed.at(111.0, "stop")
     assert timed.timeline.tpot_seconds == pytest.approx(2.0)
-    assert timed.timeline.completion_tokens == 6
+    assert timed.timeline.completion_tokens == 5
 
 
 def test_what_has_interrupted_it_is_told_at_once_and_bounded() -> None:
@@ -127,6 +125,17 @@ def test_waiting_for_blocks_after_the_first_token_is_queueing() -> None:
     for after, event in [*late, (12.0, "stop")]:
         timed.at(100 + after, event)
     assert timed.parts() == pytest.approx([0.0, 3.25, 2.125, 0.125, 0.5, 1.0, 4.0])
+
+
+def test_a_stream_that_moves_after_it_has_decoded_was_decoded_all_along() -> None:
+    decoded = [(1.0, "dispatched"), (4.0, "token"), *((float(t), "token") for t in range(5, 61))]
+    moved = [(60.0, "decode admitted"), (60.1, "decode received"), (61.0, "decode token")]
+    failed = [(4.1, "decode admitted")]  # of a pair whose transfers failed before a second token
+    for stages in (decoded + moved, decoded[:2] + failed + decoded[2:] + moved):
+        timed = TimedRequest()
+        for after, event in [*stages, (62.0, "stop")]:
+            timed.at(100 + after, event)
+        assert timed.parts() == pytest.approx([0.0, 1.0, 2.5, 0.0, 0.5, 0.0, 57.0])
 
 
 def gaps(timed: TimedRequest, *tokens: tuple[float, int, int]) -> OBSERVED:

@@ -1,16 +1,21 @@
 """Tests several completions of one prompt, with echo, log probabilities and tool calls."""
 
 import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.errors import DeadlineExceeded
+from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.output.choice import ChoiceOutput
 from tandem.router.output.processor import OutputProcessor
 from tandem.router.request import TokenDelta
+from tandem.router.telemetry.requests import EndedRequest, RequestTelemetry
 from tandem.tests.router.api.answers import (
     LENGTH,
     STOP,
@@ -285,6 +290,49 @@ async def test_a_completion_that_the_time_has_left_empty_is_the_worst(model: Ser
     message = request(n=2, best_of=3, stopping={"max_time_ms": 1})
     messages = await collect_all(model, LateSource(), message)
     assert [m.text for m in messages] == ["b", ""]
+
+
+async def test_the_answered_completions_are_counted_alone(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"z", b"yb", b"zzz"])
+    message = request(best_of=3, stopping={"stop": ["b"]})
+    assert await counted_reasons(model, source, message) == ("stop",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"best_of": 3}, ("error",)),
+        ({"n": 2, "best_of": 3}, ("error", "error")),
+        ({"n": 3, "beam_search": {"width": 3}}, ("error", "error", "error")),
+        ({"n": 3}, ("length", "error", "error")),
+    ],
+)
+async def test_no_completion_of_a_held_answer_counts_before_all_have_ended(
+    model: ServedModel, fields: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    class FailingSource(FakeTokenSource):
+        async def generate(self, *_args: Any) -> AsyncGenerator[TokenDelta, None]:
+            yield TokenDelta(first_index=0, ids=(1,), finish_reason=LENGTH)
+            raise DeadlineExceeded("late")
+
+    assert await counted_reasons(model, FailingSource(), request(**fields)) == expected
+
+
+async def counted_reasons(
+    model: ServedModel, source: FakeTokenSource, message: inference_pb2.GenerateRequest
+) -> tuple[str, ...]:
+    """Returns the finish reasons of the request that metrics and logs count."""
+    found: list[EndedRequest] = []
+    service = GenerationService(
+        [model], source, telemetry=RequestTelemetry(observers=[found.append])
+    )
+    prepared = await service.accept(message, RequestContext(arrived=time.monotonic()))
+    with suppress(DeadlineExceeded):
+        async with aclosing(service.run(prepared, inference_pb2.Timeline())) as messages:
+            async for _ in messages:
+                pass
+    (ended,) = found
+    return ended.finish_reasons
 
 
 async def test_beams_have_scores(model: ServedModel) -> None:

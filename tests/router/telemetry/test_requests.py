@@ -150,12 +150,6 @@ def test_requests_of_an_slo_class_are_counted_by_outcome() -> None:
     assert requests.count(SLO_TOKENS, "400", "ttft") == 6
 
 
-def test_the_best_of_several_completions_are_counted_alone() -> None:
-    requests = Requests()
-    requests.run(24, STOP, STOP, LENGTH, num_choices=2)
-    assert requests.ended[0].finish_reasons == ("stop", "stop")
-
-
 @pytest.mark.parametrize(
     ("error", "reason", "code"),
     [
@@ -177,7 +171,9 @@ def test_what_has_not_ended_is_an_abort_or_an_error(
     assert requests.count(GENERATION_TOKENS) == 3
     assert requests.histogram(TTFT) == 1
     assert requests.histogram(E2E) == 0  # how long it would have taken is not known
-    assert (requests.ended[0].error, requests.ended[0].is_complete) == (code, False)
+    requests.run(3, STOP, error=error)  # after the end of its only choice
+    assert requests.histogram(E2E) == 0
+    assert [(each.error, each.is_complete) for each in requests.ended] == [(code, False)] * 2
 
 
 def test_one_that_is_given_up_before_its_first_token_has_none_of_its_times() -> None:
