@@ -12,6 +12,7 @@ those in `tandem.errors`. torch is imported when an LLM is made. One file becaus
 the engine's thread and event loop.
 """
 
+import asyncio
 import gc
 import os
 import re
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast
 
 from ...proto import inference_pb2
-from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.errors import Cancelled, InvalidArgument, Unavailable
 from ...proto.parameters import ROWS
 from ...router.api.batches.lines import BatchRequest
 from ...router.client.request import chat_prompt, generate_request, text_prompt
@@ -326,11 +327,14 @@ class LocalStream:
         self._collector = Collector()
         self._timeline = inference_pb2.Timeline()
         self._messages = llm._engine.messages(request, self._timeline)
+        self._reading: asyncio.Task[object] | None = None
+        self._is_closed = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Delta:
+        """Waits for the next delta; raises Cancelled if another thread closes the stream."""
         message = self._loop.run(self._next())
         if message is None:
             raise StopIteration
@@ -344,9 +348,9 @@ class LocalStream:
         return self._collector.completion()
 
     def close(self) -> None:
-        """Ends the request, unless it has ended. Idempotent."""
+        """Ends the request, unless it has ended. Idempotent; any thread may call it."""
         with suppress(Unavailable):  # the engine is closed, which has ended its requests
-            self._loop.run(self._messages.aclose())
+            self._loop.run(self._end())
 
     def __enter__(self) -> Self:
         return self
@@ -355,7 +359,22 @@ class LocalStream:
         self.close()
 
     async def _next(self) -> inference_pb2.GenerateResponse | None:
-        return await anext(self._messages, None)
+        self._reading = asyncio.current_task()
+        try:
+            return await anext(self._messages, None)
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise Cancelled("another thread has closed the stream") from None
+            raise
+        finally:
+            self._reading = None
+
+    async def _end(self) -> None:
+        self._is_closed = True
+        if self._reading is not None:  # by another thread; a running generator cannot be closed
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        await self._messages.aclose()
 
 
 def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> TandemConfig:

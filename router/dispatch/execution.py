@@ -242,14 +242,15 @@ class RequestExecution:
         """Starts the first attempt, or one for each choice if the request began elsewhere.
 
         While no worker can take the request but sessions with workers are broken, which may come
-        back within seconds, it is parked. Raises Unavailable if there is no worker.
+        back within seconds, it is parked. So is a request that was in the queue at a loss, even if
+        the worker has left since. Raises Unavailable if there is no worker.
         """
         choices = self._first_choices() if self._request.emitted else [None]
         waiting = [choice for choice in choices if not self._start(choice)]
         self._end_reservation()
         if not waiting:
             return
-        if not self._registry.has_lost:
+        if not self._registry.has_lost_since(self._request.arrived):
             raise Unavailable(self._registry.unavailable_message)
         indices = [choice for choice in waiting if choice is not None] or range(self._num_choices)
         until = self._clock() + self._park_seconds

@@ -21,9 +21,10 @@ The first resumption of a stream whose router was lost is admitted at once, like
 worker was lost: the service has admitted it before, and its client waits for the next token.
 
 No request waits while there is free capacity, or for requests of other routers alone: without an
-active request of this router, the first one is always admitted. Routers share nothing, so several
-may admit into the same free capacity between two reports of a worker. Then the excess waits in the
-worker's queue.
+active request of this router, the first one is always admitted. While the only workers are lost,
+the queue waits until one reports again, or until they have left the directory. Routers share
+nothing, so several may admit into the same free capacity between two reports of a worker. Then the
+excess waits in the worker's queue.
 """
 
 import asyncio
@@ -106,6 +107,7 @@ class Admission:
             max_tokens=max_queued_tokens, max_requests=max_queued_requests
         )
         self._queues = (self.queue, self._short)
+        self._registry = registry
         self._capacity = registry.capacity
         self._max_queue_seconds = max_queue_seconds
         self._clock = clock
@@ -292,9 +294,15 @@ class Admission:
         return max(round(1e6 * part), 1)
 
     def _fits(self, needed: Capacity) -> bool:
-        """Returns True if the request fits now; also without a worker, because placing it fails."""
+        """Returns True if the request fits now; also without a worker, because placing it fails.
+
+        While the only workers are lost, nothing behind a queue fits: they may report again within
+        seconds, and the queue would go to them at once and in no order.
+        """
         free = self._capacity.free(needed.prompt_tokens)
-        if not self.num_active or free is None:
+        if free is None:
+            return not (self.queue and self._registry.has_lost)
+        if not self.num_active:
             return True
         return _has_room(free, needed) and free.prompt_tokens > 0
 

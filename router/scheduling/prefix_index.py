@@ -15,7 +15,14 @@ from typing import Final, NamedTuple
 from ...proto.hashing import hash_chain
 
 DEFAULT_CAPACITY: Final = 65_536
-"""Blocks remembered for a worker that has not reported its number of blocks."""
+"""Blocks expected at a worker that has not reported its number of blocks."""
+
+MAX_REPORTED: Final = 1_048_576
+"""Blocks of one worker that are remembered from its reports; they take about 250 MB.
+
+Not the number of blocks of its KV cache, because it also reports those in host memory and on disk.
+A block that is forgotten is not known again until the worker has evicted it and stored it again.
+"""
 
 
 class _Spacing(NamedTuple):
@@ -41,7 +48,11 @@ class Prefix:
 
 
 class _Cache:
-    """Holds one worker's blocks, the least recently used first."""
+    """Holds one worker's blocks, the least recently used first.
+
+    A block is either among those that the worker has reported or among those that this router
+    expects there.
+    """
 
     def __init__(
         self, bit: int, pool: int, spacing: _Spacing, capacity: int, *, is_sparse: bool
@@ -49,10 +60,10 @@ class _Cache:
         self.bit = bit
         self.pool = pool
         self.spacing = spacing
-        self.capacity = capacity
+        self.capacity = capacity  # of expected blocks
         self.is_sparse = is_sparse
-        # True: the worker has reported the block. False: this router expects it there.
-        self.blocks: OrderedDict[bytes, bool] = OrderedDict()
+        self.reported: OrderedDict[bytes, None] = OrderedDict()
+        self.expected: OrderedDict[bytes, None] = OrderedDict()
         self.reports = False  # True after the first report
 
 
@@ -138,7 +149,8 @@ def _numbers(bits: int, count: int = -1) -> Iterator[int]:
 class PrefixIndex:
     """Maps block hashes to the workers that hold them; each worker is one bit of a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_reported: int = MAX_REPORTED) -> None:
+        self._max_reported = max_reported
         self._caches: dict[str, _Cache] = {}
         self._names: dict[int, str] = {}  # worker ids by the number of their bit
         self._pools: dict[int, int] = {}  # the bits of the workers in each pool
@@ -150,7 +162,7 @@ class PrefixIndex:
     @property
     def num_blocks(self) -> int:
         """Returns the number of known blocks; a block counts once for each worker with it."""
-        return sum(len(cache.blocks) for cache in self._caches.values())
+        return sum(len(each.reported) + len(each.expected) for each in self._caches.values())
 
     def add(
         self,
@@ -162,8 +174,9 @@ class PrefixIndex:
         stride: int = 1,
         is_sparse: bool = False,
     ) -> None:
-        """Adds a worker with an empty cache of `capacity` blocks; 0 means DEFAULT_CAPACITY.
+        """Adds a worker with an empty cache.
 
+        `capacity`: the maximum number of expected blocks; 0 means DEFAULT_CAPACITY.
         `pool`: the number of its pool, see Matches.longest.
         The worker reports the hashes of every `stride`-th block: of contiguous ones or, if
         `is_sparse`, of points that each stand for the whole prefix before them.
@@ -185,7 +198,8 @@ class PrefixIndex:
         cache = self._caches.pop(worker_id, None)
         if cache is None:
             return
-        self._drop(cache, list(cache.blocks))
+        self._drop(cache, cache.reported, list(cache.reported))
+        self._drop(cache, cache.expected, list(cache.expected))
         del self._names[cache.bit.bit_length() - 1]
         self._pools[cache.pool] ^= cache.bit
         sizes = self._sparse if cache.is_sparse else self._dense
@@ -223,18 +237,23 @@ class PrefixIndex:
         return Matches(levels, self._caches, self._names, self._pools)
 
     def expect(self, worker_id: str, prefix: Prefix) -> None:
-        """Adds the blocks of a prompt that was sent to the worker, which will soon hold them."""
+        """Adds the blocks of a prompt that was sent to the worker, which will soon hold them.
+
+        The blocks that the worker has reported become its most recently used ones.
+        """
         cache = self._caches.get(worker_id)
         if cache is None:
             return
         chain = cache.spacing.chain(prefix)
-        if cache.is_sparse:
-            chain = chain[-1:]  # the other points depend on the worker's cache
+        reported = cache.reported
         # Reversed, so that the first blocks are the most recently used ones.
         for digest in reversed(chain):
-            if not cache.blocks.get(digest, False):
-                self._put(cache, digest, reported=False)
-        self._trim(cache)
+            if digest in reported:
+                reported.move_to_end(digest)
+            # Of sparse points only the last one: the others depend on the worker's cache.
+            elif not cache.is_sparse or digest == chain[-1]:
+                self._put(cache, cache.expected, digest)
+        self._trim(cache, cache.expected, cache.capacity)
 
     def settle(self, worker_id: str, prefix: Prefix) -> None:
         """Removes the expected blocks that the worker has not reported when the request ends.
@@ -243,50 +262,63 @@ class PrefixIndex:
         """
         cache = self._caches.get(worker_id)
         if cache is not None and cache.reports:
-            chain = cache.spacing.chain(prefix)
-            self._drop(cache, [digest for digest in chain if cache.blocks.get(digest) is False])
+            self._drop(cache, cache.expected, cache.spacing.chain(prefix))
 
-    def report(self, worker_id: str, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+    def report(self, worker_id: str, stored: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         """Applies a worker's report of blocks stored in its cache and evicted from it."""
         cache = self._caches.get(worker_id)
         if cache is None:
             return
         cache.reports = True
-        for digest in stored:
-            self._put(cache, digest, reported=True)
-        self._drop(cache, [digest for digest in evicted if digest in cache.blocks])
-        self._trim(cache)
+        # Reversed, because workers report the first blocks of a prompt first.
+        for digest in reversed(stored):
+            if digest in cache.expected:
+                del cache.expected[digest]
+                cache.reported[digest] = None
+            else:
+                self._put(cache, cache.reported, digest)
+        self._drop(cache, cache.reported, evicted)
+        self._trim(cache, cache.reported, self._max_reported)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the two directions of the map disagree."""
         held: dict[bytes, int] = {}
         for cache in self._caches.values():
-            assert len(cache.blocks) <= cache.capacity
-            for digest in cache.blocks:
+            assert len(cache.reported) <= self._max_reported
+            assert len(cache.expected) <= cache.capacity
+            assert cache.reported.keys().isdisjoint(cache.expected)
+            for digest in (*cache.reported, *cache.expected):
                 held[digest] = held.get(digest, 0) | cache.bit
         assert held == self._holders
         bits = {worker_id: cache.bit for worker_id, cache in self._caches.items()}
         assert bits == {worker_id: 1 << number for number, worker_id in self._names.items()}
 
-    def _put(self, cache: _Cache, digest: bytes, *, reported: bool) -> None:
-        if digest in cache.blocks:
-            cache.blocks.move_to_end(digest)
-        else:
-            # Most blocks are on one worker, and share the number of its bit: with 1,000 workers, a
-            # number of its own takes 160 bytes.
-            holders = self._holders.get(digest)
-            self._holders[digest] = cache.bit if holders is None else holders | cache.bit
-        cache.blocks[digest] = reported
+    def _put(self, cache: _Cache, blocks: OrderedDict[bytes, None], digest: bytes) -> None:
+        """Adds a block to `blocks`, which are one of the two of a cache, as the last one."""
+        if digest in blocks:
+            blocks.move_to_end(digest)
+            return
+        # Most blocks are on one worker, and share the number of its bit: with 1,000 workers, a
+        # number of its own takes 160 bytes.
+        holders = self._holders.get(digest)
+        self._holders[digest] = cache.bit if holders is None else holders | cache.bit
+        blocks[digest] = None
 
-    def _drop(self, cache: _Cache, digests: Iterable[bytes]) -> None:
+    def _drop(
+        self, cache: _Cache, blocks: OrderedDict[bytes, None], digests: Iterable[bytes]
+    ) -> None:
+        """Removes blocks from `blocks`, which are one of the two of a cache; skips all others."""
         for digest in digests:
-            del cache.blocks[digest]
+            if digest not in blocks:
+                continue
+            del blocks[digest]
             holders = self._holders[digest]
             if holders == cache.bit:
                 del self._holders[digest]
             else:
                 self._holders[digest] = holders ^ cache.bit
 
-    def _trim(self, cache: _Cache) -> None:
-        while len(cache.blocks) > cache.capacity:
-            self._drop(cache, [next(iter(cache.blocks))])
+    def _trim(self, cache: _Cache, blocks: OrderedDict[bytes, None], capacity: int) -> None:
+        """Removes the least recently used blocks above `capacity`."""
+        while len(blocks) > capacity:
+            self._drop(cache, blocks, [next(iter(blocks))])

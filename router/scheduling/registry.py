@@ -5,6 +5,7 @@ requests that this router has dispatched. Placements and reports do not scan all
 It knows of other routers only by the workers' reports.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -74,6 +75,8 @@ class WorkerRegistry:
         self._workers: dict[str, WorkerState] = {}
         self._prefixes = PrefixIndex()
         self._speeds = WorkerSpeeds(clock)
+        self._clock = clock
+        self._last_loss = -math.inf  # when a worker was lost
         self.capacity = PoolCapacity(
             self._workers,
             self._speeds,
@@ -144,6 +147,7 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         if worker is not None and worker.info.epoch == epoch:
             worker.is_lost = True
+            self._last_loss = self._clock()
             self.capacity.recount(worker)
             self._reset_cache(worker.info)
             self.on_reachability()
@@ -184,6 +188,10 @@ class WorkerRegistry:
     def has_lost(self) -> bool:
         """Returns True if a listed worker is lost; see `session_lost`."""
         return any(worker.is_lost for worker in self._workers.values())
+
+    def has_lost_since(self, time: float) -> bool:
+        """Returns True if a listed worker is lost, or if any was lost at this time or later."""
+        return self._last_loss >= time or self.has_lost
 
     @property
     def can_reach_worker(self) -> bool:

@@ -62,10 +62,13 @@ class Batches:
         with self._database.transaction() as database:
             database.delete_expired()  # which do not count
             (count,) = database.one("SELECT COUNT(*) FROM batches WHERE tenant = ?", tenant)
-            if not database.has_room(tenant, size):
+            is_full = count >= MAX_BATCHES
+            oldest = self._oldest_ended(tenant) if is_full else None
+            # Asked for room last, because this deletes responses.
+            if (is_full and oldest is None) or not database.has_room(tenant, size):
                 return None
-            if count >= MAX_BATCHES and not self._delete_oldest_ended(tenant):
-                return None
+            if oldest is not None:
+                database.execute("DELETE FROM batches WHERE number = ?", oldest)
             database.execute(
                 "INSERT INTO batches (tenant, id, expires, size, status, deadline, facts) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -166,14 +169,14 @@ class Batches:
         self._seen.pop(runner, None)
         self._drop_silent()
 
-    def _delete_oldest_ended(self, tenant: str) -> bool:
-        """Deletes the oldest batch of a tenant that has ended; returns False if there is none."""
-        deleted = self._database.execute(
-            "DELETE FROM batches WHERE number = (SELECT MIN(number) FROM batches "
-            "WHERE tenant = ? AND status NOT IN ('in_progress', 'cancelling'))",
+    def _oldest_ended(self, tenant: str) -> int | None:
+        """Returns the number of the oldest batch of a tenant that has ended, or None."""
+        (number,) = self._database.one(
+            "SELECT MIN(number) FROM batches "
+            "WHERE tenant = ? AND status NOT IN ('in_progress', 'cancelling')",
             tenant,
         )
-        return deleted.rowcount > 0
+        return None if number is None else int(number)
 
     def _next_line(self, batch_id: str) -> BatchLine | None:
         """Returns the first request of a batch without an answer that nobody holds."""

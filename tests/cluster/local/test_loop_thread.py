@@ -3,19 +3,22 @@
 import asyncio
 import os
 import threading
-from concurrent.futures import CancelledError
+from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from tandem.cluster.local.llm import _stop
+from tandem.cluster.local.llm import LocalStream, _stop
 from tandem.cluster.local.loop_thread import LoopThread
-from tandem.proto.errors import Unavailable
+from tandem.proto.errors import Cancelled, Unavailable
 from tandem.tests.waits import WAIT
 
 if TYPE_CHECKING:
     from tandem.cluster.local.engine import LocalEngine
+    from tandem.router.frontend.prepared import PreparedRequest
 
 
 def test_what_has_ended_says_so() -> None:
@@ -58,4 +61,30 @@ def test_a_forked_process_is_refused_instead_of_waiting_for_ever(
             loop.run(asyncio.sleep(0))
         _stop(loop, cast("LocalEngine", None))
     assert loop.run(asyncio.sleep(0, "slept")) == "slept"
+    loop.stop()
+
+
+def test_a_stream_can_be_closed_while_another_thread_waits_for_its_next_delta() -> None:
+    waiting, ended = threading.Event(), threading.Event()
+
+    async def messages(*_: object) -> AsyncIterator[None]:
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+            yield
+        finally:
+            ended.set()
+
+    loop = LoopThread("test-loop")
+    llm: Any = SimpleNamespace(_loop=loop, _engine=SimpleNamespace(messages=messages))
+    stream = LocalStream(llm, cast("PreparedRequest", None))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(next, stream)
+        assert waiting.wait(WAIT)
+        stream.close()
+        assert ended.is_set()
+        with pytest.raises(Cancelled, match="another thread has closed the stream"):
+            reading.result(WAIT)
+    stream.close()
+    assert list(stream) == []
     loop.stop()

@@ -464,6 +464,42 @@ async def test_a_request_waits_while_the_sessions_with_all_workers_are_broken() 
         await worker.server.stop(0)
 
 
+async def test_a_request_that_came_before_a_loss_waits_for_a_worker_after_the_lost_one() -> None:
+    """It may have waited in the queue. A request that comes later is refused at once."""
+    worker = AnsweringWorker()
+    registry = WorkerRegistry()
+
+    def info(epoch: int) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(
+            worker_id="d1", epoch=epoch, role=worker_pb2.ROLE_DECODE, address=worker.address
+        )
+
+    registry.update([info(1)])
+    before = token_request([1], 1)
+    registry.session_lost("d1", 1)
+    registry.update([])
+    later = token_request([1], 1, name="later")
+    router = Dispatcher(registry, Unlimited(registry), identity=IDENTITY)
+    await worker.server.start()
+
+    async def ask(request: TokenRequest) -> list[tuple[int, ...]]:
+        return [delta.ids async for delta in router.generate(request, inference_pb2.Timeline())]
+
+    asked = asyncio.create_task(ask(before))
+    try:
+        async with asyncio.timeout(WAIT):
+            while not router._running:
+                await asyncio.sleep(0.001)
+            with pytest.raises(Unavailable, match="no worker is ready"):
+                await ask(later)
+            registry.update([info(2)])
+            assert await asked == [(7,)]
+    finally:
+        asked.cancel()
+        await router.close()
+        await worker.server.stop(0)
+
+
 async def test_a_router_follows_all_listed_workers_and_leaves_those_that_have_left() -> None:
     """A session that a request uses ends with the request."""
     async with fleet(1, 2, rank=lambda role: fake_rank(step_seconds=0.002)) as running:

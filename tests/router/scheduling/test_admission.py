@@ -455,6 +455,39 @@ async def test_without_a_decode_worker_no_request_waits() -> None:
     await requests.finish("0")
 
 
+async def test_while_the_only_workers_are_lost_the_queue_waits_in_its_order() -> None:
+    """An arrival, or the end of a request, does not let it through to wait for a worker."""
+    requests = AdmittedRequests(max_sequences=1)
+    for number, tenant in enumerate("aaaab"):
+        await requests.ask(request([1], str(number), tenant=tenant))
+    for worker_id in ("p0", "d0"):
+        requests.registry.session_lost(worker_id, 1)
+    await requests.ask(request([1], "late", tenant="b"))
+    await requests.cancel("1")
+    await requests.finish("0")
+    assert (requests.order, len(requests.admission.queue)) == (["0"], 4)
+    for worker_id in ("d0", "p0"):
+        report(requests.registry, worker_id)
+    await settle()
+    for _ in range(4):
+        assert len(requests.active) == 1
+        await requests.finish(requests.order[-1])
+    assert requests.order == ["0", "4", "2", "late", "3"]
+
+
+async def test_the_queue_is_let_through_when_lost_workers_leave() -> None:
+    requests = AdmittedRequests(max_sequences=1)
+    await requests.ask(request([1], "0"))
+    waiting = [await requests.ask(request([1], str(number))) for number in (1, 2)]
+    for worker_id in ("p0", "d0"):
+        requests.registry.session_lost(worker_id, 1)
+    await requests.cancel("0")
+    assert not any(task.done() for task in waiting)
+    requests.registry.update([])
+    await settle()
+    assert [type(task.exception()) for task in waiting] == [AssertionError] * 2, "there is no place"
+
+
 async def test_a_full_queue_refuses_at_once_and_before_tokenization() -> None:
     requests = AdmittedRequests(max_sequences=1, max_queued_requests=2)
     requests.admission.check_early(sized(10), "")

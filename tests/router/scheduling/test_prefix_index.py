@@ -1,12 +1,13 @@
 """Tests that the index knows each worker's blocks: against a model, in bounds, by block size."""
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tandem.proto.hashing import hash_chain
 from tandem.router.scheduling.prefix_index import Prefix, PrefixIndex
 from tandem.tests.examples import num_examples
+from tandem.workers.engine.block_pool import BlockPool
 
 WORKERS = ("a", "b", "c")
 PROMPTS = [tuple(range(start, start + length)) for start in (0, 100) for length in (3, 8, 13, 24)]
@@ -77,6 +78,7 @@ class AgainstAModel(RuleBasedStateMachine):
         self.index.add(
             worker,
             self.sizes[worker],
+            capacity=2,  # less than the worker reports
             stride=self.strides[worker],
             is_sparse=worker in self.sparse,
         )
@@ -132,7 +134,7 @@ def test_a_prompt_is_hashed_once_for_each_block_size() -> None:
 
 
 def test_each_worker_is_bounded_and_the_ends_of_prompts_are_forgotten_first() -> None:
-    index = PrefixIndex()
+    index = PrefixIndex(max_reported=5)
     index.add("a", 16, capacity=3)
     index.add("b", 16)
     index.expect("a", Prefix(range(80)))
@@ -141,8 +143,51 @@ def test_each_worker_is_bounded_and_the_ends_of_prompts_are_forgotten_first() ->
     index.expect("a", Prefix(range(1000, 1016)))
     assert index.match(Prefix(range(80))) == {"a": 32, "b": 80}
     index.report("a", hash_chain(range(500, 600), 16), [])
-    assert index.num_blocks == 3 + 5
+    assert index.match(Prefix(range(500, 600))) == {"a": 80}
+    index.report("b", hash_chain(range(500, 600), 16), [])
+    assert index.match(Prefix(range(500, 600))) == {"a": 80, "b": 80}
+    assert index.num_blocks == 3 + 5 + 5 + 5
     index.check_integrity()
+
+
+@given(
+    prompts=st.lists(st.sampled_from(PROMPTS[:8])),
+    capacity=st.integers(1, 4),
+    max_reported=st.integers(3, 8),
+    is_sparse=st.booleans(),
+)
+@settings(max_examples=num_examples(40))
+def test_the_beginning_that_most_prompts_share_is_never_forgotten(
+    prompts: list[tuple[int, ...]], capacity: int, max_reported: int, is_sparse: bool
+) -> None:
+    """Neither for other blocks that the worker reports, nor for its own continuations."""
+    index, shared = PrefixIndex(max_reported), tuple(range(1000, 1008))
+    index.add("a", 4, capacity, is_sparse=is_sparse)
+    index.report("a", hash_chain(shared, 4), [])
+    for number, prompt in enumerate(prompts):
+        asked = Prefix((*shared, *prompt[:4], number, *prompt[4:]))
+        assert index.match(asked).get("a", 0) >= len(shared)
+        index.expect("a", asked)
+        index.report("a", asked.chain(4)[-max_reported + 2 :] if is_sparse else asked.chain(4), [])
+        index.settle("a", asked)
+        index.check_integrity()
+
+
+def test_a_worker_may_hold_more_blocks_than_its_kv_cache() -> None:
+    """It also reports those that have moved to host memory."""
+    index, pool = index_of(), BlockPool(4, num_host_blocks=8)
+    index.add("a", 16, pool.num_blocks)
+    prompts = [range(start, start + 64) for start in (0, 100, 200)]
+    for prompt in prompts:
+        index.expect("a", Prefix(prompt))
+        blocks = pool.reserve(4)
+        pool.claim(blocks)
+        for block, digest in zip(blocks, hash_chain(prompt, 16), strict=True):
+            pool.publish(block, digest)
+        pool.release(blocks)
+        index.report("a", *pool.take_changes())
+        index.settle("a", Prefix(prompt))
+    assert [index.match(Prefix(prompt)) for prompt in prompts] == [{"a": 64}] * 3
 
 
 def test_a_removed_worker_leaves_nothing_and_its_bit_is_reused() -> None:

@@ -194,6 +194,28 @@ async def test_the_oldest_batch_that_has_ended_makes_room(monkeypatch: pytest.Mo
     case.store.check_integrity()
 
 
+async def test_a_batch_refused_for_its_number_or_its_size_deletes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.router.storage.batches.MAX_BATCHES", 1)
+    case = make(StorageConfig(tenant_gb=MIB))
+    first, lines = batch(case, "batch_0", "a", 1)
+    assert await case.store.add_batch(first, lines) is not None
+    for number in range(3):
+        assert await case.store.keep_response("a", response(f"r{number}", 300_000))
+    made, _ = batch(case, "batch_1", "a", 1)
+    assert await case.store.add_batch(made, [b"x" * 400_000]) is None, "the first one runs"
+    await case.store.cancel_batch("a", "batch_0")
+    assert await case.store.add_batch(made, [b"x" * 2_000_000]) is None, "larger than all room"
+    for number in range(3):
+        assert await case.store.find_response("a", f"r{number}") is not None
+    assert await case.store.find_batch("a", "batch_0") is not None
+    assert await case.store.add_batch(made, [b"x" * 400_000]) is not None
+    assert await case.store.find_batch("a", "batch_0") is None
+    assert await case.store.find_response("a", "r0") is None
+    case.store.check_integrity()
+
+
 async def test_an_entry_ends_after_its_time() -> None:
     case = make(StorageConfig(keep_seconds=100))
     await case.store.keep_response("a", response("r"))
