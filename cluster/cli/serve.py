@@ -18,6 +18,7 @@ from ..config import TandemConfig, load_config
 from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
 from ..serve.ports import local_host
+from ..serve.telemetry.exporter import check_exporter
 from ..settings import check_supported, collect_overrides
 from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder, with_draft_folder
@@ -79,6 +80,7 @@ def serve(
         checked.router.tls.load()
     # These fail before the model is fetched.
     checked.check_sizes_are_fixed()
+    check_exporter(checked.tracing.endpoint)
     address = prepare_ray_environment(address)
     if address is None:
         local_host(checked)

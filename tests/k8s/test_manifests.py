@@ -535,7 +535,7 @@ def test_the_dockerfile_is_clean(tmp_path: Path) -> None:
 
 def test_the_image_has_the_pinned_versions_a_user_of_its_own_and_each_package() -> None:
     text = DOCKERFILE.read_text()
-    assert "--constraint constraints.txt ." in text
+    assert '--constraint constraints.txt ".[otel]"' in text
     assert "USER 1000:1000" in text.partition("AS runtime")[2].partition("AS demo")[0]
     assert text.rstrip().endswith("USER 1000:1000")
     kept = {
