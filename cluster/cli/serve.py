@@ -61,7 +61,7 @@ def serve(
         str | None, typer.Option(help="A Ray cluster to join; otherwise RAY_ADDRESS.")
     ] = None,
 ) -> None:
-    """Serve MODEL until Ctrl-C or SIGTERM; then streams get grace_seconds to end. Exit code 0.
+    """Serve MODEL until Ctrl-C, SIGTERM or SIGHUP; then streams get grace_seconds to end. Exit code 0.
 
     On a cluster, a service of the same name, model and dtypes is replaced without an interruption.
     When the service can answer, one line is printed on stdout: tandem ready grpc=HOST:PORT
@@ -101,7 +101,7 @@ def check_config(
 
 
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:
-    """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM.
+    """Starts the service, prints its addresses, and stops it at SIGINT, SIGTERM or SIGHUP.
 
     Raises Unavailable, and the errors of `checked_folder`, which checks `folder` meanwhile.
     """
