@@ -18,7 +18,7 @@ from ..config import TandemConfig, load_config
 from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
 from ..serve.ports import local_host
-from ..serve.telemetry.exporter import check_exporter
+from ..serve.telemetry.otlp import check_otlp
 from ..settings import check_supported, collect_overrides
 from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder, with_draft_folder
@@ -61,7 +61,7 @@ def serve(
         str | None, typer.Option(help="A Ray cluster to join; otherwise RAY_ADDRESS.")
     ] = None,
 ) -> None:
-    """Serve MODEL until Ctrl-C, SIGTERM or SIGHUP; then streams get grace_seconds to end. Exit code 0.
+    """Serve MODEL until Ctrl-C, SIGTERM or SIGHUP. Exit code 0 after grace_seconds for streams.
 
     On a cluster, a service of the same name, model and dtypes is replaced without an interruption.
     When the service can answer, one line is printed on stdout: tandem ready grpc=HOST:PORT
@@ -80,7 +80,7 @@ def serve(
         checked.router.tls.load()
     # These fail before the model is fetched.
     checked.check_sizes_are_fixed()
-    check_exporter(checked.tracing.endpoint)
+    check_otlp(checked.tracing.endpoint)
     address = prepare_ray_environment(address)
     if address is None:
         local_host(checked)

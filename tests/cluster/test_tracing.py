@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tandem.cluster.config import load_config
-from tandem.cluster.serve.telemetry.exporter import check_exporter
 from tandem.cluster.serve.telemetry.logs import log_request, write_json_logs
+from tandem.cluster.serve.telemetry.otlp import check_otlp
 from tandem.cluster.serve.telemetry.tracing import SpanRecorder
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
@@ -184,19 +184,19 @@ def test_every_line_has_the_request_that_it_is_about(lines: StringIO) -> None:
     assert "request_id" not in other
 
 
-EXPORTER = "opentelemetry.exporter.otlp.proto.http"
+OTLP = "opentelemetry.exporter.otlp.proto.http"
 
 
-@pytest.mark.parametrize("missing", [EXPORTER, EXPORTER.rpartition(".")[0]])
+@pytest.mark.parametrize("missing", [OTLP, OTLP.rpartition(".")[0]])
 def test_a_collector_needs_the_extra_packages(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_exporter("http://collector")
-    monkeypatch.delitem(sys.modules, EXPORTER, raising=False)
+    check_otlp("http://collector")
+    monkeypatch.delitem(sys.modules, OTLP, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
-    check_exporter(None)
+    check_otlp(None)
     with pytest.raises(InvalidArgument, match=r"^tracing\.endpoint: needs .*tandem-llm\[otel\]"):
-        check_exporter("http://collector")
+        check_otlp("http://collector")
 
 
 def test_the_configuration_names_what_is_wrong() -> None:

@@ -28,8 +28,8 @@ from ....router.scheduling.registry import WorkerRegistry
 from ....router.slo import OUTCOMES
 from ....router.telemetry.prometheus import CONTENT_TYPE, PrometheusMetrics
 from ....router.telemetry.requests import Observer, RequestTelemetry
-from .exporter import check_exporter
 from .logs import log_request
+from .otlp import check_otlp
 from .trace_file import TraceRecorder
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def open_spans(
     """
     if endpoint is None:
         return None
-    check_exporter(endpoint)
+    check_otlp(endpoint)
     from .tracing import SpanRecorder, otlp_sink  # needs packages that most services lack
 
     sink = otlp_sink(endpoint)

@@ -8,7 +8,7 @@ from ....proto.errors import InvalidArgument
 _PACKAGE: Final = "opentelemetry.exporter.otlp.proto.http"
 
 
-def check_exporter(endpoint: str | None) -> None:
+def check_otlp(endpoint: str | None) -> None:
     """Raises InvalidArgument if spans have a collector, but no package that exports them."""
     if endpoint is not None and not _is_installed():
         raise InvalidArgument("needs the extra tandem-llm[otel]; install it", "tracing.endpoint")
