@@ -61,11 +61,12 @@ def serve(
         str | None, typer.Option(help="A Ray cluster to join; otherwise RAY_ADDRESS.")
     ] = None,
 ) -> None:
-    """Serve MODEL until Ctrl-C, SIGTERM or SIGHUP. Exit code 0 after grace_seconds for streams.
+    """Serve MODEL until Ctrl-C, SIGTERM or SIGHUP; then streams get grace_seconds to end.
 
-    On a cluster, a service of the same name, model and dtypes is replaced without an interruption.
-    When the service can answer, one line is printed on stdout: tandem ready grpc=HOST:PORT
-    http=HOST:PORT ops=HOST:PORT. With several routers, commas separate the addresses of each kind.
+    The exit code is then 0. On a cluster, a service of the same name, model and dtypes is replaced
+    without an interruption. When the service can answer, one line is printed on stdout: tandem
+    ready grpc=HOST:PORT http=HOST:PORT ops=HOST:PORT. With several routers, commas separate the
+    addresses of each kind.
     """
     given_keys = context.params["api_key"]
     if given_keys:
