@@ -1,4 +1,8 @@
-"""Ends a block of code at SIGINT or SIGTERM."""
+"""Ends a block of code at SIGINT, SIGTERM or SIGHUP.
+
+A terminal sends SIGHUP when it closes. Writing to it then fails, so a block's scopes must do their
+work without output. A process that nohup has started ignores SIGHUP, and so do these functions.
+"""
 
 import logging
 import signal
@@ -7,13 +11,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Final
 
 log = logging.getLogger(__name__)
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """Leaves the block at the first SIGINT or SIGTERM, and sets the event.
+    """Leaves the block at the first of the signals, and sets the event.
 
     The event is for the case that a library catches the exception. If a library turns it into
     another one, as native modules do while they are imported, the block ends just as well. Later
@@ -22,13 +29,14 @@ def stopped_by_signals() -> Iterator[threading.Event]:
     stopped = threading.Event()
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         stopped.set()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in _SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
         yield stopped
     except KeyboardInterrupt:
@@ -40,31 +48,39 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def unwound_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise SystemExit in the block, so that its scopes end.
+def unwound_by_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP raise SystemExit in the block, so that its scopes end.
 
     Otherwise child processes and scratch files would be left. Does nothing in other threads than
-    the main one, and in a process that handles SIGTERM.
+    the main one, and for a signal that the process handles or ignores.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+    ours = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if is_main and signal.getsignal(number) is signal.SIG_DFL
+    ]
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
+        for number in ours:
+            # A second SIGTERM ends the process at once. A second SIGHUP comes from the shell of the
+            # closed terminal.
+            is_hangup = number == signal.SIGHUP
+            signal.signal(number, signal.SIG_IGN if is_hangup else signal.SIG_DFL)
         sys.exit(128 + signum)  # as shells report it
 
-    signal.signal(signal.SIGTERM, leave)
+    for number in ours:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Lets SIGINT and SIGTERM wait until the block has ended.
+    """Lets the signals wait until the block has ended.
 
     For a block that starts a process: an exception between its start and the first scope that ends
     it would leave it behind. Does nothing in other threads than the main one, which no signal
@@ -74,7 +90,7 @@ def signals_deferred() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     # One that was not set in Python is unknown here and could not be set again.
     kept = {number: handler for number, handler in handlers.items() if handler is not None}
     for number in kept:

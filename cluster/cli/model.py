@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.table import Column
 
 from ...proto.errors import InvalidArgument, Unavailable
-from ..stop_signals import unwound_by_sigterm
+from ..stop_signals import unwound_by_signals
 from ..store.store import get_model, list_models, resolve_model
 from ..tables import make_table, progress_bar, table_console
 from ..text_files import read_text
@@ -108,7 +108,7 @@ def quantize(
     # First: what cannot succeed is refused before hours of work.
     _check_room(out, check_roundable(folder, made, seen).num_bytes)
     before = _perplexity(folder, measured)
-    with unwound_by_sigterm(), progress_bar("layers") as update:
+    with unwound_by_signals(), progress_bar("layers") as update:
         quantize_model(
             folder,
             out,

@@ -18,6 +18,7 @@ from ..config import TandemConfig, load_config
 from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
 from ..serve.ports import local_host
+from ..serve.telemetry.otlp import check_otlp
 from ..settings import check_supported, collect_overrides
 from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder, with_draft_folder
@@ -60,11 +61,12 @@ def serve(
         str | None, typer.Option(help="A Ray cluster to join; otherwise RAY_ADDRESS.")
     ] = None,
 ) -> None:
-    """Serve MODEL until Ctrl-C or SIGTERM; then streams get grace_seconds to end. Exit code 0.
+    """Serve MODEL until Ctrl-C, SIGTERM or SIGHUP; then streams get grace_seconds to end.
 
-    On a cluster, a service of the same name, model and dtypes is replaced without an interruption.
-    When the service can answer, one line is printed on stdout: tandem ready grpc=HOST:PORT
-    http=HOST:PORT ops=HOST:PORT. With several routers, commas separate the addresses of each kind.
+    The exit code is then 0. On a cluster, a service of the same name, model and dtypes is replaced
+    without an interruption. When the service can answer, one line is printed on stdout: tandem
+    ready grpc=HOST:PORT http=HOST:PORT ops=HOST:PORT. With several routers, commas separate the
+    addresses of each kind.
     """
     given_keys = context.params["api_key"]
     if given_keys:
@@ -79,6 +81,7 @@ def serve(
         checked.router.tls.load()
     # These fail before the model is fetched.
     checked.check_sizes_are_fixed()
+    check_otlp(checked.tracing.endpoint)
     address = prepare_ray_environment(address)
     if address is None:
         local_host(checked)
@@ -99,7 +102,7 @@ def check_config(
 
 
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:
-    """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM.
+    """Starts the service, prints its addresses, and stops it at SIGINT, SIGTERM or SIGHUP.
 
     Raises Unavailable, and the errors of `checked_folder`, which checks `folder` meanwhile.
     """

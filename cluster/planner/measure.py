@@ -58,7 +58,7 @@ def measure_profile(
     `workers` are numbers of workers that share this machine. `context_tokens` is the length of the
     longest sequence to measure. `report` gets a line before each part. Raises InvalidArgument on a
     Ray cluster, whose nodes are other machines, the errors of `checked_folder`, and
-    KeyboardInterrupt at SIGINT and SIGTERM, after all processes have ended.
+    KeyboardInterrupt at SIGINT, SIGTERM and SIGHUP, after all processes have ended.
     """
     if prepare_ray_environment(None) is not None:
         raise InvalidArgument(

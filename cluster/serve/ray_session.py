@@ -145,8 +145,10 @@ def _ray(**options: Any) -> Iterator[Callable[[], None]]:
 def _init(**options: Any) -> None:
     """Initializes Ray, and keeps this process's handler of SIGTERM.
 
-    Ray replaces it by one that aborts the process.
+    Ray replaces it by one that aborts the process. Ray's processes inherit that SIGHUP is blocked
+    in this thread: a terminal that closes ends only this process, which gives streams their grace.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     # Not signal.signal, which works in the main thread alone.
     get_handler = ctypes.pythonapi.PyOS_getsig
     get_handler.restype = ctypes.c_void_p

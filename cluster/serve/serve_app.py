@@ -38,6 +38,7 @@ from ..store.checked import checked_folder, with_draft_folder
 from .app import Router, WorkerPool
 from .members import Continuity
 from .redeploy import first_continuity
+from .telemetry.otlp import check_otlp
 
 _LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
 _POOLS: Final[dict[PoolRole, str]] = {"prefill": PREFILL_POOL, "decode": DECODE_POOL}
@@ -55,6 +56,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """
     config = load_config(None, args)
     _check_numbers_are_given(config)
+    check_otlp(config.tracing.endpoint)
     if config.identity_file is None:
         raise InvalidArgument("missing; make one with `tandem key identity`", "identity_file")
     config = with_draft_folder(config)

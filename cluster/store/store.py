@@ -39,7 +39,7 @@ from ...proto.errors import InvalidArgument, NotFound, Unavailable
 from ...proto.home import TOKENIZER_FILE, cache_home, made_tokenizer_file, tokenizer_sources
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError
-from ..stop_signals import signals_deferred, unwound_by_sigterm
+from ..stop_signals import signals_deferred, unwound_by_signals
 from .folders import drop_unused, keep, publish
 from .gguf_header import read_gguf_header
 
@@ -117,7 +117,7 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path]) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S)
-        with unwound_by_sigterm(), lock:
+        with unwound_by_signals(), lock:
             if not folder.is_dir():
                 _build_locked(folder, build, Console(stderr=True))
     except Timeout as error:

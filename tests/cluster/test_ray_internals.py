@@ -41,7 +41,10 @@ class App:
 signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
 received = []
 with local_ray(load_config(None, {"model": "m"})) as wait_for_ray:
-    assert sorted(each.name() for each in wait_for_ray()) == ["gcs_server", "raylet"]
+    processes = wait_for_ray()
+    assert sorted(each.name() for each in processes) == ["gcs_server", "raylet"]
+    for process in processes:
+        process.send_signal(signal.SIGHUP)  # as a terminal that closes; Serve starts below
     os.kill(os.getpid(), signal.SIGTERM)
     assert received == [signal.SIGTERM]
     assert len(psutil.Process().children()) == 2  # no log monitor, no autoscaler, no dashboard

@@ -5,6 +5,7 @@ test_metrics.py tests them over the wire.
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from io import StringIO
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tandem.cluster.config import load_config
 from tandem.cluster.serve.telemetry.logs import log_request, write_json_logs
+from tandem.cluster.serve.telemetry.otlp import check_otlp
 from tandem.cluster.serve.telemetry.tracing import SpanRecorder
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
@@ -180,6 +182,21 @@ def test_every_line_has_the_request_that_it_is_about(lines: StringIO) -> None:
         'mine: a line\nwith "quotes"',
     )
     assert "request_id" not in other
+
+
+OTLP = "opentelemetry.exporter.otlp.proto.http"
+
+
+@pytest.mark.parametrize("missing", [OTLP, OTLP.rpartition(".")[0]])
+def test_a_collector_needs_the_extra_packages(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_otlp("http://collector")
+    monkeypatch.delitem(sys.modules, OTLP, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
+    check_otlp(None)
+    with pytest.raises(InvalidArgument, match=r"^tracing\.endpoint: needs .*tandem-llm\[otel\]"):
+        check_otlp("http://collector")
 
 
 def test_the_configuration_names_what_is_wrong() -> None:

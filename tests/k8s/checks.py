@@ -24,6 +24,8 @@ DRAIN_ANSWER_SECONDS: Final = 10.0
 """How much longer than its --timeout `tandem drain` may take."""
 MARGIN_SECONDS: Final = 10.0
 GIB: Final = 2**30
+UNPRIVILEGED: Final = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+"""What Pod Security `restricted` demands of each container, beside the pod's own context."""
 DEMO_MODELS: Final = [
     f"{home}/models/{name}"
     for home, name in re.findall(
@@ -310,6 +312,17 @@ def scaling_disagrees(manifests: Manifests) -> list[str]:
     return found
 
 
+def routes_need_plaintext(manifests: Manifests) -> list[str]:
+    """Complains about routes to routers with TLS: a Gateway sends plaintext to its backends."""
+    if config_of(manifests).router.tls is None:
+        return []
+    return [
+        f"{kind} {route['metadata']['name']}: router.tls refuses the Gateway's plaintext"
+        for kind in ("HTTPRoute", "GRPCRoute")
+        for route in manifests.of_kind(kind)
+    ]
+
+
 def monitoring_disagrees(manifests: Manifests) -> list[str]:
     """Complains unless the head may reach the Prometheus and the Grafana that it is told of."""
     head, namespace = manifests.groups["head"], "kubernetes.io/metadata.name"
@@ -384,17 +397,16 @@ def is_unsafe(manifests: Manifests) -> list[str]:
             found.append(f"{name}: its user")
         for container in pod["containers"]:
             context = container["securityContext"]
-            wanted = {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }
-            if context != wanted:
+            if context != {**UNPRIVILEGED, "readOnlyRootFilesystem": True}:
                 found.append(f"{name}: {context}")
         if pod.get("automountServiceAccountToken") and not (
             name == "head" and manifests.cluster.get("enableInTreeAutoscaling")
         ):
             found.append(f"{name}: has a token of the API server")
+    if manifests.cluster.get("enableInTreeAutoscaling"):
+        context = manifests.cluster["autoscalerOptions"].get("securityContext")
+        if context != UNPRIVILEGED:
+            found.append(f"autoscaler: {context}")
     return found
 
 
@@ -432,5 +444,5 @@ RULES: Final[tuple[Rule, ...]] = (
         versions_disagree,
         files_are_missing,
     ),
-    *(scaling_disagrees, monitoring_disagrees, is_unsafe, is_open),
+    *(scaling_disagrees, routes_need_plaintext, monitoring_disagrees, is_unsafe, is_open),
 )

@@ -180,6 +180,8 @@ def render(overlay: str, components: Sequence[str] = (), is_copy: bool = False) 
         manifests = Manifests(kustomize(overlays / ("my-copy" if is_copy else "my-service")))
     args = manifests.application["args"]
     for name in components:
+        if name == "tls" and "gateway" in components:
+            continue  # TLS of clients ends at the Gateway
         for section, keys in ARGS.get(name, {}).items():
             args[section] = keys if section == "auth" else {**args[section], **keys}
         manifests.application.update(APPLICATION.get(name, {}))

@@ -24,6 +24,7 @@ from tandem.proto.metrics import METRICS
 from tandem.tests.k8s import checks
 from tandem.tests.k8s.kuberay import container_command, refusals
 from tandem.tests.k8s.manifests import (
+    ARGS,
     COMPONENTS,
     DOCKERFILE,
     K8S,
@@ -398,6 +399,11 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
         lambda m: args(m)["router"].pop("replicas"),
     ),
     (
+        checks.routes_need_plaintext,
+        "cpu-demo+gateway+tls",
+        lambda m: args(m)["router"].update(ARGS["tls"]["router"]),
+    ),
+    (
         checks.monitoring_disagrees,
         "cpu-demo+monitoring+network-policy",
         lambda m: set_(container(m, "head")["env"][1], value="http://grafana.elsewhere.svc"),
@@ -416,6 +422,11 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
         checks.is_unsafe,
         "cpu-demo",
         lambda m: m.groups["head"].pod.update(automountServiceAccountToken=True),
+    ),
+    (
+        checks.is_unsafe,
+        "cpu-demo+autoscaling",
+        lambda m: m.cluster["autoscalerOptions"].pop("securityContext"),
     ),
     (checks.is_open, "cpu-demo", lambda m: m.cluster.pop("authOptions")),
     (checks.is_open, "gpu", without_policies),
@@ -535,7 +546,7 @@ def test_the_dockerfile_is_clean(tmp_path: Path) -> None:
 
 def test_the_image_has_the_pinned_versions_a_user_of_its_own_and_each_package() -> None:
     text = DOCKERFILE.read_text()
-    assert "--constraint constraints.txt ." in text
+    assert '--constraint constraints.txt ".[otel]"' in text
     assert "USER 1000:1000" in text.partition("AS runtime")[2].partition("AS demo")[0]
     assert text.rstrip().endswith("USER 1000:1000")
     kept = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -204,6 +205,19 @@ def test_each_build_has_the_same_identity(config: dict[str, Any], identity: Path
         build({key: value for key, value in args.items() if key != "identity_file"})
     with pytest.raises(NotFound, match="identity"):
         build(args | {"identity_file": "/no/such/file"})
+
+
+def test_a_build_without_the_packages_for_traces_is_refused(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise Serve would stop a running router for one that cannot start."""
+    from tandem.cluster.serve.serve_app import build
+
+    args = config["applications"][0]["args"] | {"tracing": {"endpoint": "http://collector"}}
+    build(args)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    with pytest.raises(InvalidArgument, match=r"^tracing\.endpoint: needs"):
+        build(args)
 
 
 def test_replicas_are_where_the_labels_are(config: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from ....proto import worker_pb2
-from ....proto.errors import InvalidArgument
 from ....proto.metrics import (
     KV_CACHE_USAGE,
     NULL_METRICS,
@@ -30,6 +29,7 @@ from ....router.slo import OUTCOMES
 from ....router.telemetry.prometheus import CONTENT_TYPE, PrometheusMetrics
 from ....router.telemetry.requests import Observer, RequestTelemetry
 from .logs import log_request
+from .otlp import check_otlp
 from .trace_file import TraceRecorder
 
 if TYPE_CHECKING:
@@ -119,12 +119,8 @@ def open_spans(
     """
     if endpoint is None:
         return None
-    try:
-        from .tracing import SpanRecorder, otlp_sink  # needs packages that most services lack
+    check_otlp(endpoint)
+    from .tracing import SpanRecorder, otlp_sink  # needs packages that most services lack
 
-        sink = otlp_sink(endpoint)
-    except ModuleNotFoundError:
-        raise InvalidArgument(
-            "needs the extra tandem-llm[otel]; install it", "tracing.endpoint"
-        ) from None
+    sink = otlp_sink(endpoint)
     return SpanRecorder(sink, service=service, model_name=model_name, sample_ratio=sample_ratio)

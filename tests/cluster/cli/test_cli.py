@@ -186,6 +186,18 @@ def test_flags_split_both_pools_or_one(
     assert asked == [split]
 
 
+@pytest.mark.usefixtures("no_ray")
+def test_a_collector_of_traces_without_its_packages_is_refused_first(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "resolve_model", lambda *_, **__: pytest.fail("fetched"))
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    file = tmp_path / "traced.yaml"
+    file.write_text("model: m\ntracing: {endpoint: 'http://collector'}\n")
+    error = "error: tracing.endpoint: needs the extra tandem-llm[otel]; install it\n"
+    assert run("serve", "--config", str(file)) == (2, "", error)
+
+
 def test_only_our_line_is_on_stdout_whatever_else_writes_there() -> None:
     code = (
         "import subprocess, typer\n"

@@ -362,11 +362,16 @@ def test_model_get_fails_like_every_command(
     assert not list_models()[home / "tiny"]
 
 
-def test_sigterm_during_a_build_leaves_no_process_and_no_scratch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_a_build_leaves_no_process_and_no_scratch(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     code = (
+        "import signal\n"
         "import sys\n"
         "from pathlib import Path\n"
         "from tandem.cluster.store import store\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # also if nohup runs the tests
         "def build(scratch, console):\n"
         "    command = ['sh', '-c', 'echo $$ > /proc/$PPID/fd/1; exec sleep 600']\n"
         "    store._run(command, cwd=scratch, deadline=600, purpose='wait')\n"
@@ -375,7 +380,7 @@ def test_sigterm_during_a_build_leaves_no_process_and_no_scratch(tmp_path: Path)
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         child = int(line_of(process))
-        process.terminate()
-        assert process.wait(WAIT) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(WAIT) == 128 + number
     assert not psutil.pid_exists(child)
     assert left_in(tmp_path) == []
