@@ -190,14 +190,17 @@ def _check_parts(message: inference_pb2.ChatMessage, path: str, text_model_of: s
 
 def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
     check_length(message.role, limits.MAX_ROLE_CHARACTERS, f"{path}.role")
-    check_count(len(message.name), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.name")
+    is_result = message.role == _TOOL_ROLE
+    longest = limits.MAX_TOOL_NAME_CHARACTERS if is_result else limits.MAX_NAME_CHARACTERS
+    check_count(len(message.name), longest, "characters", f"{path}.name")
     _check_call_id(message.tool_call_id, f"{path}.tool_call_id")
     if message.tool_calls and message.role != "assistant":
         raise InvalidArgument("only allowed with role assistant", f"{path}.tool_calls")
     check_count(len(message.tool_calls), limits.MAX_TOOL_CALLS, "calls", f"{path}.tool_calls")
     for i, call in enumerate(message.tool_calls):
         _check_call_id(call.id, f"{path}.tool_calls[{i}].id")
-        _check_tool_name(call.name, f"{path}.tool_calls[{i}].name")
+        # The model may have invented the name, so it has any characters.
+        check_length(call.name, limits.MAX_TOOL_NAME_CHARACTERS, f"{path}.tool_calls[{i}].name")
         _check_depth(call.arguments, f"{path}.tool_calls[{i}].arguments")
 
 

@@ -19,6 +19,7 @@ from ...proto.limits import MAX_TOOL_NAME_CHARACTERS
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
 """Tags around a tool call of Hermes models; text even if the tokenizer has them as special."""
 
+_NAME_MARK: Final = re.compile("%[sj]")
 PYTHON_TAG: Final = "<|python_tag|>"
 AUTO: Final = "auto"
 NO_FORMAT: Final = "none"
@@ -466,4 +467,5 @@ def _found(formats: Mapping[str, ChatFormat], template: str, name: str) -> str:
 
 def grammar_texts(texts: Iterable[str], tool_name: str = "") -> list[str]:
     """Returns texts of a CallGrammar with the name of a tool."""
-    return [text.replace("%s", tool_name).replace("%j", json.dumps(tool_name)) for text in texts]
+    forms = {"%s": tool_name, "%j": json.dumps(tool_name)}
+    return [_NAME_MARK.sub(lambda mark: forms[mark[0]], text) for text in texts]

@@ -5,6 +5,7 @@ from collections.abc import Sequence, Set
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError
+from ...proto.limits import MAX_TOOL_CALLS
 from ..frontend.prepared import PreparedRequest
 from ..frontend.tokenizer import Tokenizer
 from ..request import TokenDelta
@@ -43,8 +44,9 @@ class ChoiceOutput:
             shown_ids=frozenset() if self._parser is None else self._parser.shown_ids,
         )
         self._repetition = request.stops.repetition()
-        self._has_tool_calls = False
-        self._calls_once = request.chat is not None and request.chat.tool_choice.single_call
+        self._num_calls = 0
+        is_single = request.chat is not None and request.chat.tool_choice.single_call
+        self._most_calls = 1 if is_single else MAX_TOOL_CALLS
 
     @property
     def mean_logprob(self) -> float:
@@ -137,13 +139,16 @@ class ChoiceOutput:
     ) -> None:
         """Splits the texts into content, reasoning and tool calls; counts reasoning tokens.
 
-        A choice that may have one call only ends with its first call.
+        A choice ends with the last call that it may have. A message of a chat has no more calls
+        than MAX_TOOL_CALLS, and the answer comes back as one.
         """
         parts = []
+        num_calls = self._num_calls
         for number, text in enumerate(texts):
             parts.append(parser.push(text))
             self.num_reasoning_tokens += parser.is_reasoning and number < len(message.token_ids)
-            if self._calls_once and parts[-1].calls:
+            num_calls += len(parts[-1].calls)
+            if parts[-1].calls and num_calls >= self._most_calls:
                 message.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
                 if number + 1 < len(message.token_ids):  # what ended the rest does not count
                     del message.token_ids[number + 1 :]
@@ -156,10 +161,10 @@ class ChoiceOutput:
         message.text = "".join(part.text for part in parts)
         message.reasoning = "".join(part.reasoning for part in parts)
         calls = [call for part in parts for call in part.calls]
-        message.tool_calls.extend(calls[:1] if self._calls_once else calls)
-        self._has_tool_calls |= bool(message.tool_calls)
+        message.tool_calls.extend(calls[: self._most_calls - self._num_calls])
+        self._num_calls += len(message.tool_calls)
         # An answer that was cut keeps its own reason: agents take it for incomplete.
-        if self._has_tool_calls and message.finish_reason == _STOP:
+        if self._num_calls and message.finish_reason == _STOP:
             message.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
 
     def _add_logprobs(

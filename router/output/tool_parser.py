@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ...proto import inference_pb2
+from ...proto.limits import MAX_TOOL_NAME_CHARACTERS
 from ..frontend.chat import active_tools, json_object
 from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
 from ..frontend.tokenizer import Tokenizer
@@ -331,7 +332,9 @@ def make_call(name: object, arguments: object) -> inference_pb2.ToolCall | None:
         arguments = {}
     elif isinstance(arguments, str):  # some models encode the arguments twice
         arguments = json_object(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    if not 1 <= len(name) <= MAX_TOOL_NAME_CHARACTERS:  # the call could not come back
         return None
     text = json.dumps(arguments, ensure_ascii=False)
     if json_object(text) is None:  # it has NaN, an infinity or a lone surrogate

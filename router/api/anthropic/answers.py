@@ -34,6 +34,14 @@ _ERROR_TYPES: Final = {
 }
 
 
+_SIGNATURE: Final = "tandem"
+"""The signature of all thinking blocks.
+
+Anthropic's service checks signatures, this one ignores them. Some clients send no thinking back
+that has none.
+"""
+
+
 class MessageWriter(ItemWriter):
     """Writes the answer to one request: as events, or in full."""
 
@@ -63,7 +71,7 @@ class MessageWriter(ItemWriter):
         ((message,),) = answers
         content: list[dict[str, Any]] = []
         if message.reasoning:
-            content.append(_thinking(message.reasoning))
+            content.append(_thinking(message.reasoning, _SIGNATURE))
         if message.text:
             content.append(_text(message.text))
         content += [_tool_use(call, json.loads(call.arguments)) for call in message.tool_calls]
@@ -85,7 +93,7 @@ class MessageWriter(ItemWriter):
 
     @override
     def _open_item(self, kind: TextKind) -> Iterator[bytes]:
-        yield self._block_start(_thinking("") if kind == "reasoning" else _text(""))
+        yield self._block_start(_thinking("", "") if kind == "reasoning" else _text(""))
 
     @override
     def _delta(self, kind: TextKind, text: str) -> bytes:
@@ -95,6 +103,8 @@ class MessageWriter(ItemWriter):
 
     @override
     def _close_item(self, kind: TextKind, *, is_cut: bool) -> Iterator[bytes]:
+        if kind == "reasoning":
+            yield self._block_delta({"type": "signature_delta", "signature": _SIGNATURE})
         yield self._block_stop()
 
     @override
@@ -144,8 +154,8 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _thinking(text: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": text, "signature": ""}
+def _thinking(text: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": signature}
 
 
 def _tool_use(call: inference_pb2.ToolCall, given: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,13 @@ from pydantic.json_schema import SkipJsonSchema
 
 from ....proto import limits
 from ..openai.bodies import (
+    PART_BREAK,
     STOPPING_NAMES,
     CacheControl,
+    CalledName,
     Ignored,
     Int32,
+    Items,
     LastEventId,
     Name,
     NestedModel,
@@ -35,7 +38,10 @@ def _block_tag(value: object) -> str | None:
 
 
 def _result_tag(value: object) -> str:
-    return "[other]" if member(value, "type") in _OTHER_TYPES else "[text]"
+    kind = member(value, "type")
+    if kind == "search_result":
+        return "[search_result]"
+    return "[other]" if isinstance(kind, str) and kind != "text" else "[text]"
 
 
 class TextBlock(NestedModel):
@@ -43,6 +49,21 @@ class TextBlock(NestedModel):
     text: str
     cache_control: CacheControl | None = None
     citations: Ignored[list[Any]] = None
+
+
+class SearchResultBlock(NestedModel):
+    """Declares a result of the caller's search; the model reads its title, source and texts."""
+
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: Items[TextBlock]
+    cache_control: CacheControl | None = None
+    citations: Ignored[dict[str, Any]] = None
+
+    @property
+    def text(self) -> str:
+        return PART_BREAK.join((self.title, self.source, *(block.text for block in self.content)))
 
 
 class ThinkingBlock(NestedModel):
@@ -59,14 +80,16 @@ class RedactedThinkingBlock(NestedModel):
 class ToolUseBlock(NestedModel):
     type: Literal["tool_use"]
     id: str
-    name: Name
+    name: CalledName
     input: dict[str, Any]
     cache_control: CacheControl | None = None
     caller: Ignored[dict[str, Any]] = None
 
 
 _ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")] | Annotated[SkipJsonSchema[OtherPart], Tag("[other]")],
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[SearchResultBlock, Tag("[search_result]")]
+    | Annotated[SkipJsonSchema[OtherPart], Tag("[other]")],
     Discriminator(_result_tag),
 ]
 
@@ -81,6 +104,7 @@ class ToolResultBlock(NestedModel):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("[text]")]
+    | Annotated[SearchResultBlock, Tag("[search_result]")]
     | Annotated[ThinkingBlock, Tag("[thinking]")]
     | Annotated[RedactedThinkingBlock, Tag("[redacted_thinking]")]
     | Annotated[ToolUseBlock, Tag("[tool_use]")]

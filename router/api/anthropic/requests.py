@@ -20,6 +20,7 @@ from .bodies import (
     InputMessage,
     MessagesBody,
     MessagesFields,
+    SearchResultBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -35,6 +36,7 @@ _MODES: Final = {
 
 
 _Block = TypeVar("_Block", bound=BaseModel)
+_ReadBlock = TextBlock | SearchResultBlock
 
 _BILLING: Final = "x-anthropic-billing-header:"
 """Begins a line that Claude Code puts before its system prompt.
@@ -144,7 +146,7 @@ def _add_user(
             texts.clear()
 
     for i, block in enumerate(content):
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextBlock | SearchResultBlock):
             texts.append(block.text)
             if block.cache_control:
                 marks.append(_mark(block.cache_control, len(chat.messages), part_ends(texts)[-1]))
@@ -193,7 +195,7 @@ def _add_assistant(
                 marks.append(_mark(block.cache_control, number + 1))
             arguments = json_text(block.input, f"{place}.input")
             calls.append(inference_pb2.ToolCall(id=block.id, name=block.name, arguments=arguments))
-        elif isinstance(block, ToolResultBlock | OtherPart):
+        elif isinstance(block, ToolResultBlock | SearchResultBlock | OtherPart):
             raise InvalidArgument(f"a block of type {block.type} requires role user", place)
     fields = {
         "content": "".join(texts),  # as the model wrote them
@@ -231,7 +233,7 @@ def _text_marks(
 ) -> list[inference_pb2.CacheBreakpoint]:
     """Returns the marks of the text blocks of a message, which has `num_messages` before it."""
     blocks = () if isinstance(content, str) else content
-    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    texts = [block for block in blocks if isinstance(block, TextBlock | SearchResultBlock)]
     ends = part_ends([block.text for block in texts], between)
     return [
         _mark(block.cache_control, num_messages, end)
@@ -240,10 +242,10 @@ def _text_marks(
     ]
 
 
-def _text(content: str | Sequence[TextBlock | OtherPart]) -> str:
+def _text(content: str | Sequence[_ReadBlock | OtherPart]) -> str:
     if isinstance(content, str):
         return content
-    return PART_BREAK.join(block.text for block in content if isinstance(block, TextBlock))
+    return PART_BREAK.join(block.text for block in content if not isinstance(block, OtherPart))
 
 
 def _without_billing(content: str | Sequence[_Block]) -> str | list[_Block]:
@@ -257,5 +259,5 @@ def _without_billing(content: str | Sequence[_Block]) -> str | list[_Block]:
     ]
 
 
-def _other_parts(content: str | Sequence[TextBlock | OtherPart]) -> list[str]:
+def _other_parts(content: str | Sequence[_ReadBlock | OtherPart]) -> list[str]:
     return [block.type for block in content if isinstance(block, OtherPart)]

@@ -174,6 +174,12 @@ Name = Annotated[
         json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_TOOL_NAME_CHARACTERS}}}$"}
     ),
 ]
+CalledName = Annotated[
+    str,
+    Field(json_schema_extra={"minLength": 1, "maxLength": limits.MAX_TOOL_NAME_CHARACTERS}),
+]
+"""The name in a call of an earlier answer. The model may have invented it."""
+
 Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
 Only = Annotated[_T | None, Field(description="No other value is supported.")]
 Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
@@ -450,7 +456,7 @@ class CompletionFields(Body):
 
 
 class CalledFunction(NestedModel):
-    name: Name
+    name: CalledName
     arguments: str | None = Field(description="A JSON object; null: no arguments.")
 
 
@@ -528,6 +534,32 @@ class NamedTool(NestedModel):
     function: NamedFunction
 
 
+class AllowedFunctions(NestedModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(max_length=limits.MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedFunctionChoice(NestedModel):
+    """Declares a tool_choice of some of the tools; the prompt lists only these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+def _choice_tag(value: object) -> str:
+    if isinstance(value, str):
+        return "[mode]"
+    return "[AllowedFunctionChoice]" if member(value, "type") == "allowed_tools" else "[NamedTool]"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
+    | Annotated[NamedTool, Tag("[NamedTool]")]
+    | Annotated[AllowedFunctionChoice, Tag("[AllowedFunctionChoice]")],
+    Discriminator(_choice_tag),
+]
+
+
 class TemplateFields(OpenModel):
     """Declares the fields that become the prompt of a chat, together with the messages."""
 
@@ -559,7 +591,7 @@ class ChatFields(Body, TemplateFields):
         max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
     )
     logprobs: bool | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="If false, the answer ends after its first call."
     )

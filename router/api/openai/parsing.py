@@ -17,7 +17,7 @@ MAX_NAME: Final = 64
 
 _PIECE: Final = 4_096  # values of a long list that are written in one call
 # Elements that pydantic adds to the path of a field with several types.
-_UNION_TAGS: Final = frozenset({"str", "NamedTool"})
+_UNION_TAGS: Final = frozenset({"str"})
 
 _FIELDS: Final = (
     (re.compile(r"^prompt\.chat\.template_kwargs"), "chat_template_kwargs"),

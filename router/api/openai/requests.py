@@ -4,6 +4,7 @@ A field that Tandem does not support is refused by name, unless its value has no
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
@@ -14,8 +15,10 @@ from ....proto.limits import MAX_CACHE_BREAKPOINTS
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
 from ...frontend.chat import json_object, must_call
 from ...frontend.json_schemas import close_objects
+from ..tool_choice import MODES, numbers_of_allowed
 from .bodies import (
     REQUEST_TTL,
+    AllowedFunctionChoice,
     AssistantMessage,
     Body,
     ChatBody,
@@ -152,7 +155,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     chat = _chat(parsed, parsed.messages)
     common.cache_breakpoints.extend(list(_marks(parsed))[-MAX_CACHE_BREAKPOINTS:])
     set_prompt_cache(common, parsed.prompt_cache_options)
-    chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
+    _set_tool_choice(chat, parsed.tool_choice, names)
     chat.tool_choice.single_call = parsed.parallel_tool_calls is False
     if must_call(chat) and names["constraint"] == "response_format":
         # The format binds only text, and a required call has none.
@@ -250,6 +253,8 @@ def _given_parameters(body: Body) -> Iterator[tuple[RequestParameter, str, Any]]
         for name in names:
             if name in given and (value := getattr(body, name)) is not None:
                 if row.kind == "uint64":
+                    if value == -1:  # in vLLM, a random seed
+                        break
                     value %= 2**64
                 elif row.kind == "logit_bias":
                     value = _logit_bias(value)
@@ -395,10 +400,39 @@ def _tool(tool: ToolBody, path: str) -> inference_pb2.Tool:
     )
 
 
-def _tool_choice(choice: str | NamedTool | None) -> inference_pb2.ToolChoice:
-    modes = inference_pb2.ToolChoice
+def _set_tool_choice(
+    chat: inference_pb2.Chat,
+    choice: str | NamedTool | AllowedFunctionChoice | None,
+    names: dict[str, str],
+) -> None:
+    """Sets the tool choice of a chat; keeps only the allowed tools, with their fields in `names`.
+
+    Raises InvalidArgument if an allowed tool is not one of the tools.
+    """
     if isinstance(choice, NamedTool):
-        return modes(mode=modes.MODE_NAMED, name=choice.function.name)
-    return modes(
-        mode={"none": modes.MODE_NONE, "required": modes.MODE_REQUIRED}.get(choice or "auto")
-    )
+        chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_NAMED
+        chat.tool_choice.name = choice.function.name
+    elif isinstance(choice, AllowedFunctionChoice):
+        chat.tool_choice.mode = MODES[choice.allowed_tools.mode]
+        _keep_allowed(chat, choice, names)
+    else:
+        chat.tool_choice.mode = MODES[choice]
+
+
+def _keep_allowed(
+    chat: inference_pb2.Chat, choice: AllowedFunctionChoice, names: dict[str, str]
+) -> None:
+    by_name = defaultdict[str, list[int]](list)
+    for number, tool in enumerate(chat.tools):
+        by_name[tool.name].append(number)
+    found = {
+        f"tool_choice.allowed_tools.tools[{i}].function.name": by_name[allowed.function.name]
+        for i, allowed in enumerate(choice.allowed_tools.tools)
+    }
+    numbers = numbers_of_allowed(found)
+    kept = inference_pb2.Chat(tools=[chat.tools[number] for number in numbers])
+    chat.ClearField("tools")
+    chat.tools.extend(kept.tools)
+    for i, number in enumerate(numbers):
+        for name in ("parameters", "name"):
+            names[f"prompt.chat.tools[{i}].{name}"] = f"tools[{number}].function.{name}"

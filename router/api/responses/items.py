@@ -9,9 +9,9 @@ from pydantic.json_schema import SkipJsonSchema
 
 from ....proto import limits
 from ..openai.bodies import (
+    CalledName,
     Ignored,
     Items,
-    Name,
     NestedModel,
     OtherPart,
     PromptCacheBreakpoint,
@@ -67,7 +67,7 @@ class MessageItem(NestedModel):
 class FunctionCallItem(NestedModel):
     type: Literal["function_call"]
     call_id: str
-    name: Name
+    name: CalledName
     namespace: str | None = None
     arguments: str = Field(description="A JSON object.")
     id: Ignored[str] = None
@@ -79,7 +79,7 @@ class CustomCallItem(NestedModel):
 
     type: Literal["custom_tool_call"]
     call_id: str
-    name: Name
+    name: CalledName
     namespace: str | None = None
     input: str
     id: Ignored[str] = None

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
@@ -13,6 +13,7 @@ from ...frontend.json_schemas import close_objects
 from ..openai.bodies import PART_BREAK, OtherPart
 from ..openai.parsing import json_text
 from ..openai.requests import ParsedRequest, set_parameters, set_prompt_cache
+from ..tool_choice import MODES
 from .bodies import PARAMETER_NAMES, ResponsesFields
 from .items import (
     AdditionalToolsItem,
@@ -30,13 +31,6 @@ from .items import (
 )
 from .tool_bodies import AllowedTools, NamedToolChoice, Tool
 from .tools import OfferedTools, custom_arguments
-
-_MODES: Final = {
-    None: inference_pb2.ToolChoice.MODE_UNSPECIFIED,
-    "auto": inference_pb2.ToolChoice.MODE_UNSPECIFIED,
-    "none": inference_pb2.ToolChoice.MODE_NONE,
-    "required": inference_pb2.ToolChoice.MODE_REQUIRED,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +177,7 @@ def _chat(
         chat.tool_choice.name = tools.model_name(choice.namespace, choice.name)
     else:
         mode = choice.mode if isinstance(choice, AllowedTools) else choice
-        chat.tool_choice.mode = _MODES[mode]
+        chat.tool_choice.mode = MODES[mode]
     chat.tool_choice.single_call = body.parallel_tool_calls is False
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat.template_kwargs = json.dumps({"reasoning_effort": body.reasoning.effort})

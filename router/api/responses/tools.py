@@ -11,6 +11,7 @@ from ....proto.errors import InvalidArgument
 from ....proto.limits import MAX_TOOL_NAME_CHARACTERS, MAX_TOOLS
 from ...frontend.chat import json_object
 from ..openai.parsing import json_text
+from ..tool_choice import numbers_of_allowed
 from .tool_bodies import (
     AllowedTool,
     AllowedTools,
@@ -33,6 +34,7 @@ _INPUT_SCHEMA: Final = json.dumps(
 
 _SYNTAXES: Final = {"lark": "Lark grammar", "regex": "regular expression"}
 _DIGEST_CHARACTERS: Final = 8
+_ALLOWED_TYPES: Final = ("function", "custom", "namespace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +122,14 @@ class OfferedTools:
 
     def allowed(self, choice: AllowedTools) -> Sequence[OfferedTool]:
         """Returns the tools that a tool_choice allows. Raises InvalidArgument for unknown names."""
-        found: dict[str, OfferedTool] = {}
-        for i, allowed in enumerate(choice.tools):
-            if allowed.type not in ("function", "custom", "namespace"):
-                continue  # the service has none of OpenAI's own tools
-            matching = [offered for offered in self._tools if _is_allowed(offered, allowed)]
-            if not matching:
-                raise InvalidArgument("must name one of the tools", f"tool_choice.tools[{i}].name")
-            found |= {offered.model_name: offered for offered in matching}
-        return list(found.values())
+        found = {
+            f"tool_choice.tools[{i}].name": [
+                number for number, tool in enumerate(self._tools) if _is_allowed(tool, allowed)
+            ]
+            for i, allowed in enumerate(choice.tools)
+            if allowed.type in _ALLOWED_TYPES  # the service has none of OpenAI's own tools
+        }
+        return [self._tools[number] for number in numbers_of_allowed(found)]
 
 
 def _is_allowed(offered: OfferedTool, allowed: AllowedTool) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
+import httptools
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -49,6 +50,8 @@ _PIPELINE_SECONDS: Final = 0.005
 pipelines thousands of requests on each of its connections gets only a part of the event loop's
 time.
 """
+
+_INVALID: Final = "Invalid HTTP request received."
 
 Abort: TypeAlias = Callable[[], object]
 """Ends a connection at once, before or after its TLS handshake. Two connections have two of them,
@@ -215,6 +218,8 @@ class HttpConnection(HttpToolsProtocol):
         self._timed = None
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # `_feed` parses the head again
+            return
         self._head_bytes = 0
         self._part = _State.BODY
         self._timed = None
@@ -225,6 +230,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # `_feed` parses the head again
+            return
         self._head_bytes = 0
         self._part = _State.IDLE
         super().on_message_complete()
@@ -275,13 +282,38 @@ class HttpConnection(HttpToolsProtocol):
             part = self._unparsed[start : start + _PARSED_BYTES]
             start += len(part)
             self._head_bytes += len(part)
-            super().data_received(part)
+            self._feed(part)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response("The head of the request is too large.")
         self._unparsed = b"" if self._is_last else self._unparsed[start:]
         if self._unparsed:
             self.flow.pause_reading()
         self._update()
+
+    def _feed(self, data: bytes) -> None:
+        """Parses bytes. Ignores an offer to change the protocol, as RFC 9110, 7.8 allows.
+
+        Java's clients offer HTTP/2 with each request until one is answered. httptools ends the
+        request at the head of such an offer, so a new parser reads it without the offer.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if self.parser.get_method() == b"CONNECT":  # no offer: a tunnel
+                self.send_400_response(_INVALID)
+                return
+            head = self._head_without_offer()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            self._feed(head + data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response(_INVALID)
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
 
     def _state(self) -> _State:
         is_answering = self.cycle is not None and not self.cycle.response_complete

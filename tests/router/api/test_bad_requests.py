@@ -419,11 +419,11 @@ HTTP_CASES: list[Case] = [
         CHAT,
         says(
             role="assistant",
-            tool_calls=[CALL, CALL | {"function": {"name": "f g", "arguments": "{}"}}],
+            tool_calls=[CALL, CALL | {"function": {"name": "f" * 129, "arguments": "{}"}}],
         ),
         400,
         "messages[0].tool_calls[1].function.name",
-        "letters",
+        "1 to 128 characters",
     ),
     (CHAT, says(role="tool", tool_call_id="c" * 4_097), 400, "messages[0].tool_call_id", "is 4096"),
     (CHAT, offers(name=""), 400, "tools[0].function.name", "1 to 128"),

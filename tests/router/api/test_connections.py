@@ -1,6 +1,7 @@
 """Tests connections that waste resources: slow, large, idle, too many, or with unread answers."""
 
 import asyncio
+import json
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -340,6 +341,77 @@ async def test_invalid_bytes_after_a_request_do_not_change_its_answer(
         found += await reader.read()
     assert found.count(b"HTTP/1.1 ") == 1
     assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+
+
+def offering(prompt: str, *, is_chunked: bool = False) -> tuple[bytes, bytes]:
+    """Returns the head and the body of a completion whose client offers HTTP/2, as Java's does."""
+    text = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+    framing = b"Content-Length: %d" % len(text)
+    if is_chunked:
+        framing = b"Transfer-Encoding: chunked"
+        text = b"%x\r\n%b\r\n0\r\n\r\n" % (len(text), text)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+    return head + OFFER + framing + b"\r\n\r\n", text
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("prompt", ["hi", "x" * 400])
+@pytest.mark.parametrize("is_at_once", [False, True])
+async def test_an_offer_of_another_protocol_is_ignored(
+    model: ServedModel, is_at_once: bool, prompt: str, is_chunked: bool
+) -> None:
+    async with (
+        serving(model, ConnectionBounds()) as (servers, source),
+        connected(servers.http_address) as streams,
+    ):
+        head, text = offering(prompt, is_chunked=is_chunked)
+        for _ in range(2):
+            streams[1].write(head + text if is_at_once else head)
+            if not is_at_once:
+                while (cycle := only_connection(servers).cycle) is None or cycle.response_complete:
+                    await asyncio.sleep(0)
+                streams[1].write(text)
+            assert await answer_of(streams) == b"http/1.1 200 ok"
+            assert bytes(source.requests[-1].submit.token_ids).decode() == prompt
+        streams[1].write(HEALTH + OFFER + b"\r\n" + HEALTH + b"\r\n")
+        for _ in range(2):
+            assert await answer_of(streams) == b"http/1.1 200 ok"
+
+
+async def test_offers_in_a_pipeline_are_ignored(model: ServedModel) -> None:
+    async with (
+        serving(model, ConnectionBounds()) as (servers, source),
+        connected(servers.http_address) as streams,
+    ):
+        prompts = ["hi", "x" * 400, "ho"]
+        streams[1].write(b"".join(b"".join(offering(prompt)) for prompt in prompts))
+        for _ in prompts:
+            assert await answer_of(streams) == b"http/1.1 200 ok"
+        sent = [bytes(each.submit.token_ids).decode() for each in source.requests]
+        assert sent == prompts
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"CONNECT /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        HEALTH + OFFER + b"Transfer-Encoding: gzip\r\n\r\n",
+        HEALTH + OFFER + b"Transfer-Encoding: chunked\r\n\r\nx",
+    ],
+)
+async def test_a_tunnel_or_an_offer_with_a_bad_body_is_refused(
+    model: ServedModel, bad: bytes
+) -> None:
+    async with (
+        serving(model, ConnectionBounds()) as (servers, _),
+        connected(servers.http_address) as (reader, writer),
+    ):
+        writer.write(bad)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
 
 
 async def test_a_client_of_a_pipeline_that_leaves_cancels_its_requests(model: ServedModel) -> None:

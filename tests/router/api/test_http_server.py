@@ -161,13 +161,23 @@ async def test_several_prompts(service: Service, http: httpx.AsyncClient, stream
     assert service.source.max_running == 3
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_a_seed_of_minus_one_is_a_random_seed(
+    service: Service, http: httpx.AsyncClient, path: str
+) -> None:
+    for _ in range(2):
+        await http.post(path, json=body(path, seed=-1))
+    seeds = [each.submit.sampling.seed for each in service.source.requests]
+    assert len({2**64 - 1, *seeds}) == 3
+
+
 async def test_every_field_reaches_the_service(service: Service, http: httpx.AsyncClient) -> None:
     fields = {
         "temperature": 0.5,
         "top_p": 0.25,
         "top_k": 9,
         "min_p": 0.125,
-        "seed": -1,
+        "seed": -2,
         "max_tokens": 4,
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
@@ -189,7 +199,7 @@ async def test_every_field_reaches_the_service(service: Service, http: httpx.Asy
     assert answer.status_code == 200, answer.text
     seen = service.source.requests[0].submit
     assert (seen.sampling.temperature, seen.sampling.top_p, seen.sampling.top_k) == (0.5, 0.25, 9)
-    assert (seen.sampling.min_p, seen.sampling.seed) == (0.125, 2**64 - 1)
+    assert (seen.sampling.min_p, seen.sampling.seed) == (0.125, 2**64 - 2)
     assert (seen.max_tokens, seen.ignore_eos, len(seen.token_ids)) == (4, True, 508)
     assert list(seen.stop_token_ids) == [1, 2]
     assert (seen.sampling.typical_p, seen.sampling.repetition_penalty) == (0.75, 1.5)

@@ -14,7 +14,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from tandem.proto import errors
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA
+from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
 from tandem.tests.router.frontend.test_tools import accepts
@@ -299,6 +299,39 @@ async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None
         )
         assert bool(said.choices[0].message.tool_calls) is calls
         assert bool(service.source.requests[-1].submit.grammar) is bound
+
+
+async def test_allowed_tools_are_the_only_ones_of_the_prompt(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    other: Any = {"type": "function", "function": {"name": "now"}}
+    bad: Any = {"type": "function", "function": {"name": "x y", "parameters": {}}}
+    fields: Any = {"model": "tiny", "messages": ASK, "tools": [bad, other, *TOOLS]}
+    service.source.answer = [*CALL.encode(), EOS_ID]
+
+    def choice(mode: str, *names: str) -> Any:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    for names, listed in (
+        (("weather",), "[weather] "),
+        (("weather", "now", "weather"), "[weather] [now] "),
+        ((), ""),
+    ):
+        await client.chat.completions.create(**fields, tool_choice=choice("auto", *names))
+        assert last_prompt(service).startswith(f"{listed}user: hello?")
+        assert not service.source.requests[-1].submit.grammar
+    await client.chat.completions.create(**fields, tool_choice=choice("required", "weather"))
+    assert accepts(service.source.requests[-1].submit.grammar, CALL)
+    for refused, field, said in (
+        (choice("auto", "now", "f"), "tool_choice.allowed_tools.tools[1].function.name", "one of"),
+        (choice("auto", "now", "x y"), "tools[0].function.name", "letters"),
+        (choice("none"), "tool_choice.allowed_tools.mode", "required"),
+        (choice("required"), "tool_choice", "no tools"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said) as caught:
+            await client.chat.completions.create(**fields, tool_choice=refused)
+        assert caught.value.param == field
 
 
 async def test_a_format_does_not_bind_a_call_that_is_demanded(

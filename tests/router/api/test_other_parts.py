@@ -26,6 +26,16 @@ IMAGE_URL: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:ima
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA"}
 
 
+SEARCH_RESULT: dict[str, Any] = {
+    "type": "search_result",
+    "title": "Rivers",
+    "source": "https://localhost/rivers",
+    "content": [{"type": "text", "text": "The Rhine."}, {"type": "text", "text": "The Elbe."}],
+    "citations": {"enabled": True},
+    "cache_control": {"type": "ephemeral"},
+}
+
+
 def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
@@ -162,11 +172,38 @@ RESULTS: list[tuple[str, dict[str, Any], str]] = [
         "What is this?\n[document left out: the model only reads text]\n"
         "[image left out: the model only reads text]",
     ),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                *user(SEARCH_RESULT),
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {}}],
+                },
+                *user(
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "i",
+                        "content": [
+                            SEARCH_RESULT,
+                            {"type": "tool_reference", "tool_name": "f"},
+                            {"type": "browser_state"},
+                        ],
+                    }
+                ),
+            ],
+            "max_tokens": 4,
+        },
+        "Rivers\nhttps://localhost/rivers\nThe Rhine.\nThe Elbe.\n"
+        "[tool_reference left out: the model only reads text]\n"
+        "[browser_state left out: the model only reads text]",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("path", "body", "expected"), RESULTS)
-async def test_pictures_in_a_result_do_not_end_the_conversation(
+async def test_other_parts_of_a_result_do_not_end_the_conversation(
     service: Service, http: httpx.AsyncClient, path: str, body: dict[str, Any], expected: str
 ) -> None:
     """An agent sends the results of its tools again with each turn."""

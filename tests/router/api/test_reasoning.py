@@ -102,6 +102,7 @@ async def test_messages(answering: Service) -> None:
         for made in (whole, streamed):
             thinking, text, call = (block.model_dump() for block in made.content)
             assert (thinking["type"], thinking["thinking"]) == ("thinking", THOUGHT)
+            assert thinking["signature"] == "tandem"  # some clients look for a signature
             assert (text["type"], text["text"]) == ("text", SAID)
             assert (call["type"], call["input"]) == ("tool_use", {"city": "Köln"})
             assert made.usage.output_tokens_details is not None

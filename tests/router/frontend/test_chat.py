@@ -55,7 +55,9 @@ AT_THE_BOUNDS = [
     ),
     chat(tools=[tool(TOOL_NAME)], tool_choice=MODES(mode=MODES.MODE_NAMED, name=TOOL_NAME)),
     chat(messages=[call(id=CALL_ID, name=TOOL_NAME, arguments="no JSON")]),
-    chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=CALL_ID, name=NAME)]),
+    chat(messages=[inference_pb2.ChatMessage(role="tool", tool_call_id=CALL_ID, name=TOOL_NAME)]),
+    chat(messages=[inference_pb2.ChatMessage(role="user", name=NAME)]),
+    *(chat(messages=[call(name=name)]) for name in ("get weather", "天" * 128, 'f"\n')),
     chat(tools=[tool(parameters='{"a": "%s"}' % ("x" * (limits.MAX_GRAMMAR_CHARACTERS - 9)))]),
     chat(template_kwargs='{"a": "%s"}' % ("x" * (limits.MAX_TEMPLATE_KWARGS_CHARACTERS - 9))),
     chat(
@@ -88,7 +90,13 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
         "messages[0].tool_call_id",
         "maximum is 4096",
     ),
+    (
+        chat(messages=[inference_pb2.ChatMessage(role="tool", name=TOOL_NAME + "f")]),
+        "messages[0].name",
+        "maximum is 128",
+    ),
     (chat(messages=[call(name="")]), "messages[0].tool_calls[0].name", "1 to 128"),
+    (chat(messages=[call(name="天" * 129)]), "messages[0].tool_calls[0].name", "1 to 128"),
     (
         chat(messages=[call(name="f", id=CALL_ID + "c")]),
         "messages[0].tool_calls[0].id",
