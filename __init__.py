@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from .cluster.local.outputs import CompletionOutput, RequestOutput
     from .proto import errors
     from .router.client import AsyncClient, Client, ClientTls, connect
+    from .router.client.types import Message, Tool
     from .router.client.types import Options as SamplingParams
-    from .router.client.types import Tool
 
 __all__ = [
     "LLM",
@@ -19,6 +19,7 @@ __all__ = [
     "ClientTls",
     "CompletionOutput",
     "LoRARequest",
+    "Message",
     "RequestOutput",
     "SamplingParams",
     "Tool",
@@ -35,6 +36,7 @@ _HOMES = {
     "ClientTls": "router.client",
     "CompletionOutput": "cluster.local.outputs",
     "LoRARequest": "cluster.local.lora",
+    "Message": "router.client.types",
     "RequestOutput": "cluster.local.outputs",
     "SamplingParams": "router.client.types",
     "Tool": "router.client.types",

@@ -469,6 +469,17 @@ REFUSED: Final = {
     "disable_fastapi_docs": "/openapi.json is always served",
     "response_role": "the role is assistant",
     "enable_sleep_mode": "stop the service",
+    "model": "give the model as the argument: tandem serve MODEL",
+    "async_scheduling": "on GPUs the next step is always launched ahead",
+    "stream_interval": "each token is sent as soon as it is known",
+    "max_num_partial_prefills": "set chunk_tokens, which bounds the prompt tokens of a step",
+    "attention_backend": "there is one backend for each device",
+    "O": "nothing is compiled by torch",
+    "disable_custom_all_reduce": "there is no custom all-reduce",
+    "enable_eplb": "a model is split by tensor parallelism only; set tp",
+    "decode_context_parallel_size": "a model is split by tensor parallelism only; set tp",
+    "nnodes": "Ray places the workers; join its cluster by address",
+    "kv_events_config": "routers know the prefixes of workers; no events are published",
 }
 """vLLM's flags that Tandem does not have, with the reason or with the setting to use instead."""
 

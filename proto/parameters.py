@@ -65,6 +65,9 @@ class RequestParameter:
     completions: tuple[str, ...] | None = None
     # Names in /v1/chat/completions; None: as in `completions`.
     chat: tuple[str, ...] | None = None
+    # Names in /v1/responses and in /v1/messages; "": not supported.
+    responses: str = ""
+    messages: str = ""
     # Option of the command line, if it is not made of the name.
     flag: str = ""
     # Name in a model's generation_config.json, whose value replaces the default.
@@ -129,6 +132,8 @@ PARAMETERS: Final = (
         "string",
         "One of the served names; may be absent if only one is served.",
         max_characters=256,
+        responses="model",
+        messages="model",
     ),
     RequestParameter(
         "request_id",
@@ -149,6 +154,8 @@ PARAMETERS: Final = (
         "The SLO class, one of the service's configuration. `auto`, `default` or unset: the class "
         "`default`, if there is one.",
         max_characters=32,
+        responses="service_tier",
+        messages="service_tier",
     ),
     RequestParameter(
         "truncate_prompt", "bool", "Keeps only the end of a prompt that exceeds the context."
@@ -158,6 +165,8 @@ PARAMETERS: Final = (
         "int32",
         "Keeps this many tokens of the prompt's end; -1 keeps as many as fit the context, 0 all.",
         bounds=(-1, limits.MAX_TOKENS),
+        responses="truncate_prompt_tokens",
+        messages="truncate_prompt_tokens",
     ),
     RequestParameter(
         "truncation",
@@ -167,6 +176,8 @@ PARAMETERS: Final = (
         max_characters=8,
         completions=(),
         chat=("truncation",),
+        responses="truncation",
+        messages="truncation",
     ),
     RequestParameter(
         "prompt_cache_key",
@@ -174,6 +185,7 @@ PARAMETERS: Final = (
         "Requests with one key go to one worker, if that does not take much longer; their prompts "
         "stay in the prefix cache as with prompt_cache_retention, `in_memory` by default.",
         max_characters=256,
+        responses="prompt_cache_key",
     ),
     RequestParameter(
         "prompt_cache_retention",
@@ -181,6 +193,7 @@ PARAMETERS: Final = (
         "Keeps the prompt in the prefix cache for this time, within the tenant's share: `5m`, "
         "`30m`, `1h`, `12h`, `24h`, or `in_memory`, which is 5m.",
         max_characters=9,
+        responses="prompt_cache_retention",
     ),
     RequestParameter(
         "stopping.max_tokens",
@@ -191,6 +204,8 @@ PARAMETERS: Final = (
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
         generation_config="max_new_tokens",
+        responses="max_output_tokens",
+        messages="max_tokens",
     ),
     RequestParameter(
         "stopping.min_tokens",
@@ -204,6 +219,8 @@ PARAMETERS: Final = (
         "Ends the text before the first of these texts. They may be special tokens.",
         max_items=16,
         max_characters=1_024,
+        responses="stop",
+        messages="stop_sequences",
     ),
     RequestParameter(
         "stopping.stop_token_ids",
@@ -211,6 +228,8 @@ PARAMETERS: Final = (
         "Ends the completion at one of these tokens.",
         max_items=limits.MAX_STOP_TOKEN_IDS,
         flag="--stop-token-id",
+        responses="stop_token_ids",
+        messages="stop_token_ids",
     ),
     RequestParameter("stopping.ignore_eos", "bool", "Continues after an end-of-sequence token."),
     RequestParameter(
@@ -220,12 +239,16 @@ PARAMETERS: Final = (
         "far; 0 means no limit.",
         bounds=(0, limits.MAX_TIME_MS),
         zero_is_unset=True,
+        responses="max_time_ms",
+        messages="max_time_ms",
     ),
     RequestParameter(
         "stopping.stop_regex",
         "string",
         "Ends the text before the first match of this regular expression.",
         max_characters=1_024,
+        responses="stop_regex",
+        messages="stop_regex",
     ),
     RequestParameter(
         "stopping.repetition_stop_ngram",
@@ -234,6 +257,8 @@ PARAMETERS: Final = (
         "repetition_stop_count times in a row; 0 means never.",
         bounds=(0, 256),
         zero_is_unset=True,
+        responses="repetition_stop_ngram",
+        messages="repetition_stop_ngram",
     ),
     RequestParameter(
         "stopping.repetition_stop_count",
@@ -241,6 +266,8 @@ PARAMETERS: Final = (
         "Occurrences of the n-gram in a row, at least 2; set with repetition_stop_ngram.",
         bounds=(0, 1_024),
         zero_is_unset=True,
+        responses="repetition_stop_count",
+        messages="repetition_stop_count",
     ),
     RequestParameter(
         "sampling.temperature",
@@ -249,6 +276,8 @@ PARAMETERS: Final = (
         bounds=(0, 2),
         default=1,
         generation_config="temperature",
+        responses="temperature",
+        messages="temperature",
     ),
     RequestParameter(
         "sampling.top_k",
@@ -256,6 +285,7 @@ PARAMETERS: Final = (
         "Keeps the k most likely tokens; 0 or -1 keeps all.",
         bounds=(-1, 1_000_000),
         generation_config="top_k",
+        messages="top_k",
     ),
     RequestParameter(
         "sampling.top_p",
@@ -265,6 +295,8 @@ PARAMETERS: Final = (
         excludes_minimum=True,
         default=1,
         generation_config="top_p",
+        responses="top_p",
+        messages="top_p",
     ),
     RequestParameter(
         "sampling.min_p",
@@ -391,7 +423,7 @@ PARAMETERS: Final = (
     _constraint(
         "grammar",
         "string",
-        "The completion matches this Lark grammar of llguidance.",
+        "The completion matches this grammar, in llguidance's Lark or in GBNF.",
         "guided_grammar",
     ),
 )
@@ -528,6 +560,12 @@ there; for prompts other than chats the default is never above 16. The commands 
 [defaults of their own](clients/commands.md#defaults-of-the-commands). In chats over HTTP,
 `top_logprobs` needs `logprobs: true`. A request has at most one constraint; `response_format` also
 sets the first two.
+
+HTTP refuses a 0 for %s: leave the field out.
+
+The columns completions, chat, responses and messages have the names in `/v1/completions`,
+`/v1/chat/completions`, `/v1/responses` and `/v1/messages`; an empty cell: the body has no such
+field. The last two take a JSON schema in `text.format` and in `output_config.format`.
 [learn.md](learn.md#advice-on-sampling) has advice on sampling.
 """
 
@@ -541,13 +579,16 @@ def markdown() -> str:
         "default",
         "completions",
         "chat",
+        "responses",
+        "messages",
         "Python",
         "command line",
         "meaning",
     )
     lines = [head, ("---",) * len(head), *(_cells(row) for row in PARAMETERS)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{_HEAD}\n{table}\n"
+    not_zero = ", ".join(f"`{row.client_name}`" for row in PARAMETERS if row.zero_is_unset)
+    return f"{_HEAD % not_zero}\n{table}\n"
 
 
 def _cells(row: RequestParameter) -> Iterator[str]:
@@ -561,6 +602,8 @@ def _cells(row: RequestParameter) -> Iterator[str]:
         if row.field.startswith("constraint."):
             names = (f"structured_outputs.{row.leaf.removesuffix('_schema')}", *names)
         yield ", ".join(f"`{name}`" for name in names)
+    for name in (row.responses, row.messages):
+        yield f"`{name}`" if name else ""
     yield f"`{row.client_name}`"
     yield f"`{row.option}`"
     yield row.help

@@ -110,7 +110,7 @@ class Options(TypedDict, total=False):
     json_object: bool
     regex: str
     choice: Sequence[str]  # the completion is one of these texts
-    grammar: str  # in the Lark format of llguidance
+    grammar: str  # in llguidance's Lark, or in GBNF
 
 
 class ChatOptions(Options, TemplateOptions, total=False):

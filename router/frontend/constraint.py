@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
@@ -31,6 +32,9 @@ _CACHE_CHARACTERS: Final = 8 * 2**20
 
 _MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+_GBNF_RULE: Final = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""The beginning of a rule in GBNF, the EBNF of llama.cpp and vLLM; no Lark grammar has it."""
 
 _SPECIAL_TOKEN: Final = re.compile(r"<[^<>\s]+>")
 """A special token in a Lark grammar, by its text or as in `<[1-5]>` by its ids."""
@@ -297,7 +301,20 @@ def _grammar(constraint: inference_pb2.Constraint) -> str:
             )
             return matcher.grammar_from_lark(f"start: {texts}")
         case _:
-            return matcher.grammar_from_lark(constraint.grammar)
+            return matcher.grammar_from_lark(_lark(constraint.grammar))
+
+
+def _lark(grammar: str) -> str:
+    """Converts a grammar in GBNF to Lark; returns any other text as it is. Raises ValueError."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
+    try:
+        lark = str(gbnf_to_lark(grammar))
+    except Exception as error:  # the converter raises plain exceptions, and IndexError at the end
+        raise ValueError(_short(f"cannot be read as GBNF (rules with ::=): {error}")) from None
+    if len(lark) > _MAX_REWRITTEN:
+        raise ValueError("is too large once it is converted from GBNF to Lark; shorten it")
+    return lark
 
 
 def _schema(text: str) -> str:

@@ -41,6 +41,7 @@ def addresses() -> Iterator[dict[str, str]]:
     """Starts the service of README on free ports; returns its addresses by those of README."""
     install = next(code for code in blocks("") if "make demo" in code)
     assert [line.partition("#")[0].strip() for line in install.splitlines()] == [
+        "export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu",
         "make demo",
         ACTIVATE,
         SERVE,

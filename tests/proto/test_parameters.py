@@ -126,6 +126,17 @@ def test_the_engine_has_every_parameter_of_sampling_with_its_default() -> None:
             assert defaults[row.leaf] == row.default, row.field
 
 
+def test_the_page_has_the_names_in_each_http_api() -> None:
+    lines = markdown().splitlines()
+    head, _, *rows = (
+        [cell.strip("` ") for cell in line.split("|")] for line in lines if "|" in line
+    )
+    cells = {row[1]: dict(zip(head, row, strict=True)) for row in rows}
+    assert cells["stopping.max_tokens"]["responses"] == "max_output_tokens"
+    assert cells["stopping.stop"]["messages"] == "stop_sequences"
+    assert cells["stopping.min_tokens"]["responses"] == cells["echo"]["chat"] == ""
+
+
 def test_the_page_is_fresh() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
     assert page.read_text() == markdown(), (

@@ -6,9 +6,9 @@ from pydantic import Discriminator, FailFast, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from ....proto import limits
+from ....proto.parameters import PARAMETERS
 from ..openai.bodies import (
     PART_BREAK,
-    STOPPING_NAMES,
     CacheControl,
     CalledName,
     Ignored,
@@ -209,14 +209,7 @@ class MessagesFields(CountTokensBody):
     metadata: Ignored[dict[str, Any]] = None
 
 
-PARAMETER_NAMES: Final = {
-    **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k")},
-    "max_tokens": "stopping.max_tokens",
-    "stop_sequences": "stopping.stop",
-    "truncation": "truncation",
-    "service_tier": "service_tier",
-    **STOPPING_NAMES,
-}
+PARAMETER_NAMES: Final = {row.messages: row.field for row in PARAMETERS if row.messages}
 """The request parameters of POST /v1/messages; some are additions to Anthropic's."""
 
 STANDARD_TIER: Final = "standard_only"

@@ -259,21 +259,14 @@ REASONS: Final = {
     "prompt_embeds": "is not supported; send text or token ids",
     "kv_transfer_params": "is not supported; the service moves KV cache itself",
     "documents": "must be a list of objects",
+    "request_id": "is not supported; send the header X-Request-Id",
+    "cache_salt": "is not supported; each tenant has a prefix cache of its own",
+    "return_tokens_as_token_ids": "is not supported; set return_token_ids",
+    "vllm_xargs": "is not supported; the service runs no code of requests",
+    "mm_processor_kwargs": "is not supported; messages have text only",
     "store": "must be true or false, and true only in /v1/responses",
 }
 """By field of OpenAI or vLLM, the reason why a value is refused, and the remedy."""
-
-STOPPING_NAMES: Final = {
-    name: f"stopping.{name}"
-    for name in (
-        "stop_token_ids",
-        "max_time_ms",
-        "stop_regex",
-        "repetition_stop_ngram",
-        "repetition_stop_count",
-    )
-} | {"truncate_prompt_tokens": "truncate_prompt_tokens"}
-"""Request parameters that the bodies of other APIs have under the same names."""
 
 _GIVEN: Final = core_schema.with_default_schema(
     core_schema.none_schema(), default=True, on_error="default"
@@ -414,7 +407,7 @@ class StructuredOutputs(OpenModel):
     regex: str | None = None
     choice: Texts = None
     grammar: str | None = Field(
-        None, description="A context-free grammar in the Lark format of llguidance."
+        None, description="A context-free grammar, in llguidance's Lark or in GBNF."
     )
 
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from ....proto import limits
+from ....proto.parameters import PARAMETERS
 from ..openai.bodies import (
-    STOPPING_NAMES,
     Ignored,
     LastEventId,
     NestedModel,
@@ -58,7 +58,6 @@ class ResponseStreamOptions(NestedModel):
 class ResponsesFields(OpenModel):
     """Declares the fields of POST /v1/responses, without the request parameters."""
 
-    model: str | None = None
     input: TextOrItems[Item]
     instructions: str | None = None
     tools: Tools | None = None
@@ -95,17 +94,7 @@ class ResponsesFields(OpenModel):
     prompt_cache_options: PromptCacheOptions | None = None
 
 
-PARAMETER_NAMES: Final = {
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "max_output_tokens": "stopping.max_tokens",
-    "truncation": "truncation",
-    "service_tier": "service_tier",
-    "stop": "stopping.stop",
-    "prompt_cache_key": "prompt_cache_key",
-    "prompt_cache_retention": "prompt_cache_retention",
-    **STOPPING_NAMES,
-}
+PARAMETER_NAMES: Final = {row.responses: row.field for row in PARAMETERS if row.responses}
 """The request parameters of POST /v1/responses; some are additions to OpenAI's."""
 
 ResponsesBody = with_named_parameters(ResponsesFields, "ResponsesBody", PARAMETER_NAMES)

@@ -111,9 +111,7 @@ def translate_responses(
     constraint = _constraint(parsed)
     names["constraint"] = "tools" if must_call(chat) else "text.format"
     # The format binds only text, and a required call has none.
-    common = inference_pb2.GenerateRequest(
-        model=parsed.model or "", constraint=None if must_call(chat) else constraint
-    )
+    common = inference_pb2.GenerateRequest(constraint=None if must_call(chat) else constraint)
     set_parameters(common, parsed, PARAMETER_NAMES)
     common.cache_breakpoints.extend(marks[-MAX_CACHE_BREAKPOINTS:])
     set_prompt_cache(common, parsed.prompt_cache_options)

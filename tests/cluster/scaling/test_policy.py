@@ -1,11 +1,14 @@
 """Tests the policy as Serve runs it (pickled, wrapped, with its contexts) and the reports."""
 
 import asyncio
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfoNotFoundError
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.common import DeploymentID, TimeStampedValue
@@ -13,17 +16,21 @@ from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tandem.cluster.config import TandemConfig, load_config
-from tandem.cluster.scaling import reports
+from tandem.cluster.scaling import policy, reports
 from tandem.cluster.scaling.config import ScalingConfig
 from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER
+from tandem.cluster.serve import serve_app
 from tandem.cluster.serve.launch import start_service
+from tandem.cluster.serve.members import Continuity
 from tandem.cluster.serve.serve_app import _number_options, _reports_to
 from tandem.proto.errors import InvalidArgument
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.peers import IDENTITY
 from tandem.tests.router.pools import fill, request
 
+PAGE = Path(__file__).parents[3] / "docs" / "operations" / "autoscaling.md"
 SCALED = {
     "replicas": 1,
     "autoscaling": {"max_replicas": 4, "up_delay_seconds": 2.0, "down_delay_seconds": 4.0},
@@ -330,3 +337,20 @@ def test_a_configuration_that_cannot_be_meant_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgument, match=reason):
         load_config(None, {"model": "m", **overrides})
+
+
+def test_the_configuration_of_serve_on_the_page_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the files that it names are made up."""
+    (block,) = re.findall(r"```yaml\n(applications:.*?)```", PAGE.read_text(), re.DOTALL)
+    (application,) = yaml.safe_load(block)["applications"]
+    continuity = Continuity(
+        identity=IDENTITY, resume_key=b"k" * 32, layout=b"l" * 16, ends_with_launcher=False
+    )
+    monkeypatch.setattr(serve_app, "checked_folder", lambda config: Path(config.model))
+    monkeypatch.setattr(serve_app, "first_continuity", lambda config, folder: continuity)
+    assert application["import_path"] == f"{serve_app.__name__}:{serve_app.build.__name__}"
+    named = application["autoscaling_policy"]["policy_function"]
+    assert named == f"{policy.__name__}:{policy.ScalingPolicy.__name__}"
+    router: Any = serve_app.build(application["args"])._bound_deployment
+    assert router._deployment_config.autoscaling_config.min_replicas == 2
+    assert load_config(None, application["args"]).auth.needs_key  # pods do not listen on loopback

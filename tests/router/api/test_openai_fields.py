@@ -76,6 +76,11 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("both", "allowed_token_ids", [1]),
     ("completions", "prompt_embeds", "x"),
     ("both", "kv_transfer_params", {}),
+    ("both", "request_id", "x"),
+    ("both", "cache_salt", "x"),
+    ("both", "return_tokens_as_token_ids", True),
+    ("both", "vllm_xargs", {}),
+    ("both", "mm_processor_kwargs", {}),
 ]
 
 

@@ -136,6 +136,12 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ({"grammar": "x" * 1_000}, "constraint.grammar", "Expected"),
         ({"grammar": 'x: "a"'}, "constraint.grammar", "start"),
         ({"grammar": "start: a\na: start"}, "constraint.grammar", "matches nothing"),
+        ({"grammar": "root ::= nothing"}, "constraint.grammar", "GBNF .*: Rule 'nothing' not"),
+        ({"grammar": 'main ::= "a"'}, "constraint.grammar", "No 'root' rule found"),
+        ({"grammar": 'root ::= "a" %'}, "constraint.grammar", "GBNF .*: Expected name at line 1"),
+        ({"grammar": 'root ::= "\\'}, "constraint.grammar", "GBNF"),
+        ({"grammar": "root ::= " + "(" * 100_000}, "constraint.grammar", "GBNF .*recursion"),
+        ({"grammar": f"root ::= {'|' * 100_000}"}, "constraint.grammar", "too large once"),
     ],
 )
 async def test_a_bad_constraint_is_refused_with_a_short_reason(
@@ -173,6 +179,34 @@ EMOJI = "🦊" * 100_000
 )
 async def test_grammars_within_the_bounds_fit_a_submit(constraint: dict[str, Any]) -> None:
     assert len(await grammar_of(**constraint)) <= MAX_SUBMITTED_GRAMMAR_CHARACTERS
+
+
+SQL = """
+    root ::= select_statement   # as in the documentation of vLLM
+    select_statement ::= "SELECT " column " from " table " where " condition
+    column ::= "col_1 " | "col_2 "
+    table ::= "table_1 " | "table_2 "
+    condition ::= column "= " number
+    number ::= "1 " | "2 "
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (SQL, ["SELECT col_1  from table_1  where col_2 = 1 "], ["SELECT col_3 ", "SELECT col_1 "]),
+        ('root ::= "(" root ")" | [a-z]{2,3}', ["ab", "((abc))"], ["(ab", "a", "abcd"]),
+        ('root-rule::="b"\r\nroot ::= "a::=" root-rule?', ["a::=", "a::=b"], ["b"]),
+        ('start: "a ::= b" // no rule', ["a ::= b"], ["a", "b"]),
+    ],
+    ids=["vLLM", "recursive", "no spaces", "Lark"],
+)
+async def test_a_grammar_in_gbnf_is_converted(
+    grammar: str, good: list[str], bad: list[str]
+) -> None:
+    found = await grammar_of(grammar=grammar)
+    assert [text for text in good if not takes(found, text)] == []
+    assert [text for text in bad if takes(found, text)] == []
 
 
 async def test_a_field_of_the_callers_own() -> None:
