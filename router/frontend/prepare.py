@@ -37,6 +37,7 @@ from .tools import optional_call_constraint, tool_call_constraint
 from .validation import (
     answer_size,
     check_answer_size,
+    check_echo_size,
     check_parameters,
     complete_beam_search,
     complete_sampling,
@@ -479,4 +480,6 @@ async def _echo(
     if not request.echo:
         return ""
     is_whole_text = request.prompt.HasField("text") and not is_cut
-    return request.prompt.text if is_whole_text else await tokenizer.text_of_prompt(prompt, turn)
+    echo = request.prompt.text if is_whole_text else await tokenizer.text_of_prompt(prompt, turn)
+    check_echo_size(len(echo) * num_generated(request))
+    return echo

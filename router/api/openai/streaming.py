@@ -16,7 +16,13 @@ from ....proto.limits import MAX_PROMPTS
 from ....proto.metrics import ERRORS
 from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
-from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
+from ...frontend.validation import (
+    answer_size,
+    check_answer_size,
+    check_echo_size,
+    check_num_sequences,
+    num_generated,
+)
 from ...output.choice import UNFINISHED, delivered
 from ...output.joined_answer import JoinedAnswer
 from ...resume.event_ids import EventIdSigner
@@ -146,7 +152,7 @@ class GenerationResponse(Response):
         context = replace(self._context, reduces_max_tokens=self._request.is_chat)
         accepted: list[PreparedRequest] = []
         check_num_sequences(len(self._request.prompts), self._request.common)
-        size = 0
+        size = num_echoed = 0
         for request in self._request.requests():
             try:
                 accepted.append(await self._service.accept(request, context))
@@ -160,6 +166,8 @@ class GenerationResponse(Response):
                 self.headers[MAX_TOKENS] = str(submit.max_tokens)
             size += answer_size(request, len(submit.token_ids), submit.max_tokens)
             check_answer_size(size, request)
+            num_echoed += num_generated(request) * len(accepted[-1].echo)
+            check_echo_size(num_echoed)
             prompt_tokens = sum(len(each.tokens.submit.token_ids) for each in accepted)
             check_prompt_logprobs(self._request, prompt_tokens)
             check_prompt_ids(self._request, prompt_tokens)
