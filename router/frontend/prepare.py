@@ -46,7 +46,7 @@ from .validation import (
     num_generated,
 )
 
-BYTES_PER_TOKEN: Final = 4  # of typical text
+_BYTES_PER_TOKEN: Final = 4  # of typical text
 _PATTERN_MICROSECONDS: Final = 256  # to compile a character of stop_regex, at most
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI and vLLM, except for chats
 
@@ -234,7 +234,7 @@ async def encode_prompt(
         else:
             ids = list(prompt.token_ids.ids)
     except (InvalidArgument, asyncio.CancelledError):  # the work was done
-        caller.quota.take_tokens(prompt.ByteSize() // BYTES_PER_TOKEN)
+        caller.quota.take_tokens(prompt.ByteSize() // _BYTES_PER_TOKEN)
         raise
     caller.quota.take_tokens(len(ids))
     return ids

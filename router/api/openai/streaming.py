@@ -14,6 +14,7 @@ from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ....proto.limits import MAX_PROMPTS
 from ....proto.metrics import ERRORS
+from ...auth.rate import Quota
 from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
 from ...frontend.validation import (
@@ -150,17 +151,13 @@ class GenerationResponse(Response):
         """Checks all prompts before the first runs: a body is refused in full or not at all."""
         self._context = with_event_id(self._request, self._context)
         context = replace(self._context, reduces_max_tokens=self._request.is_chat)
+        if self._request.is_charged:
+            context = replace(context, caller=replace(context.caller, quota=Quota()))
         accepted: list[PreparedRequest] = []
         check_num_sequences(len(self._request.prompts), self._request.common)
         size = num_echoed = 0
         for request in self._request.requests():
-            try:
-                accepted.append(await self._service.accept(request, context))
-            except TandemError:
-                if self._request.is_tokenized:  # the work was done
-                    rest = self._request.prompts[len(accepted) + 1 :]
-                    context.caller.quota.take_tokens(sum(len(each.token_ids.ids) for each in rest))
-                raise
+            accepted.append(await self._service.accept(request, context))
             submit = accepted[-1].tokens.submit
             if request.stopping.max_tokens > submit.max_tokens:
                 self.headers[MAX_TOKENS] = str(submit.max_tokens)
