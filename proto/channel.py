@@ -258,7 +258,7 @@ class PeerServer:
         options += (
             ("grpc.server_handshake_timeout_ms", round(1_000 * HANDSHAKE_SECONDS)),
             ("grpc.max_connection_idle_ms", round(1_000 * _IDLE_SECONDS)),
-            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_allowed_incoming_connections", self._sweep.max_connections),
         )
         self._server = grpc.aio.server(options=options, interceptors=(self._guard,))
 

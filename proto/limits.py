@@ -36,6 +36,11 @@ LOGPROB_SIZE. Log probabilities of this size have about 40 MB, as text or as obj
 
 LOGPROB_SIZE: Final = 8
 
+MAX_RETURNED_CHARACTERS: Final = 4 * MAX_PROMPT_CHARACTERS
+"""Number of characters of prompts in one answer: the text of token ids, or all texts that `echo`
+repeats in all completions of all prompts together.
+"""
+
 MAX_CHAT_MESSAGES: Final = 4_096
 """Number of messages in one chat, or of content parts in one message.
 
@@ -126,6 +131,15 @@ MAX_CONNECTIONS_PER_ADDRESS: Final = 1_024
 
 MAX_STREAMS_PER_CONNECTION: Final = 1_024
 """Number of calls on one gRPC connection; further calls wait in the client."""
+
+MAX_HEALTH_BYTES: Final = 1_024
+"""Size of the message of a health check, which needs no key."""
+
+MAX_UNREAD_HEALTH_CHECKS: Final = 64
+"""Number of health checks of one address whose message has not arrived in full.
+
+gRPC has one bound on the size of all messages, so each may hold MAX_MESSAGE_BYTES until then.
+"""
 
 MAX_METADATA_BYTES: Final = 16_384
 """Size of the metadata of a gRPC call."""

@@ -8,6 +8,7 @@ accepted call of a peer tells which connection is the peer's.
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,9 +29,17 @@ class StrangerSweep:
     """Closes connections that had no accepted call for a while, if there are many connections."""
 
     def __init__(self, max_connections: int) -> None:
-        """Starts to close connections when a quarter of `max_connections` is in use."""
+        """Starts to close connections when a quarter of `max_connections` is in use.
+
+        The process may be allowed fewer open files; then a quarter of these is enough.
+        """
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files == resource.RLIM_INFINITY:
+            files = 2 * max_connections
+        self.max_connections: int = min(max_connections, files // 2)
+        """Bound for the server: the sweep itself and the rest of the process open files as well."""
         self.ports: set[int] = set()  # the server's ports
-        self._most = max_connections // 4
+        self._most = min(max_connections, files) // 4
         self._known: set[_Peer] = set()
         # Connections that had no accepted call at the last sweep.
         self._unproven: Mapping[_Peer, int] = {}
@@ -53,9 +62,11 @@ class StrangerSweep:
         process = psutil.Process()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            # The sweep also forgets the connections of peers that have ended.
-            if process.num_fds() > self._most or len(self._known) > self._most:
-                await self._sweep()
+            # No file may be free at the moment; the next round tries again.
+            with suppress(OSError, psutil.Error):
+                # The sweep also forgets the connections of peers that have ended.
+                if process.num_fds() > self._most or len(self._known) > self._most:
+                    await self._sweep()
 
     async def _sweep(self) -> None:
         known_before = set(self._known)

@@ -257,8 +257,8 @@ class GenerationService:
         caller.quota.check_tokens()
         check = partial(check_token_ids, ids, tokenizer.vocab_size, "token_ids")
         await COPYING.run(caller.turn, len(ids), check)
+        caller.quota.take_tokens(len(ids))  # even if the deadline passes during the work
         text = await before(deadline, tokenizer.detokenize(ids, caller.turn))
-        caller.quota.take_tokens(len(ids))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def detect_watermark(

@@ -241,7 +241,9 @@ COMPILING: Final = SizedWork(thread_from=1, threads=_SHORT)
 """Patterns of stop_regex, by the microseconds that they may take; 0 is no pattern."""
 
 COPYING: Final = SizedWork(thread_from=4_096, threads=_SHORT)
-"""Lists of token ids that are checked, scored or written into an answer."""
+"""Lists of token ids that are checked, scored or written into an answer, or characters of texts
+that are written as JSON.
+"""
 
 SCORING: Final = SizedWork(thread_from=256)
 """Tokens of which log probabilities or text are made, in a few milliseconds.

@@ -37,6 +37,7 @@ from .tools import optional_call_constraint, tool_call_constraint
 from .validation import (
     answer_size,
     check_answer_size,
+    check_echo_size,
     check_parameters,
     complete_beam_search,
     complete_sampling,
@@ -45,7 +46,7 @@ from .validation import (
     num_generated,
 )
 
-BYTES_PER_TOKEN: Final = 4  # of typical text
+_BYTES_PER_TOKEN: Final = 4  # of typical text
 _PATTERN_MICROSECONDS: Final = 256  # to compile a character of stop_regex, at most
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI and vLLM, except for chats
 
@@ -233,7 +234,7 @@ async def encode_prompt(
         else:
             ids = list(prompt.token_ids.ids)
     except (InvalidArgument, asyncio.CancelledError):  # the work was done
-        caller.quota.take_tokens(prompt.ByteSize() // BYTES_PER_TOKEN)
+        caller.quota.take_tokens(prompt.ByteSize() // _BYTES_PER_TOKEN)
         raise
     caller.quota.take_tokens(len(ids))
     return ids
@@ -479,4 +480,6 @@ async def _echo(
     if not request.echo:
         return ""
     is_whole_text = request.prompt.HasField("text") and not is_cut
-    return request.prompt.text if is_whole_text else await tokenizer.text_of_prompt(prompt, turn)
+    echo = request.prompt.text if is_whole_text else await tokenizer.text_of_prompt(prompt, turn)
+    check_echo_size(len(echo) * num_generated(request))
+    return echo

@@ -23,7 +23,8 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument, Unavailable
 from ...proto.home import tokenizer_file
-from ...proto.limits import MAX_PROMPT_CHARACTERS
+from ...proto.limits import MAX_PROMPT_CHARACTERS, MAX_RETURNED_CHARACTERS
+from ...proto.parameters import check_count
 from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format, shows_call_format
 from .fair_threads import TOKENIZING, FairThreads
@@ -246,12 +247,18 @@ class Tokenizer:
         )
         return await TOKENIZING.run(turn, num_characters, encode)
 
-    async def detokenize(self, ids: Sequence[int], turn: str = "") -> str:
+    async def detokenize(self, ids: Sequence[int], turn: str = "", field: str = "token_ids") -> str:
         """Returns the text of `ids` with the names of special tokens.
 
-        Long lists wait for the `turn` of their caller.
+        Long lists wait for the `turn` of their caller. Raises InvalidArgument, which names `field`,
+        if the text has too many characters.
         """
-        decode = partial(self.decode, ids, skip_special=False)
+
+        def decode() -> str:
+            text = self.decode(ids, skip_special=False)
+            check_count(len(text), MAX_RETURNED_CHARACTERS, "characters", field)
+            return text
+
         return await TOKENIZING.run(turn, len(ids), decode)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -269,11 +276,14 @@ class Tokenizer:
         return text
 
     async def text_of_prompt(self, ids: Sequence[int], turn: str = "") -> str:
-        """Returns the text of `ids` without the special tokens that the tokenizer puts first."""
+        """Returns the text of `ids` without the special tokens that the tokenizer puts first.
+
+        Raises InvalidArgument if the text is too long for `echo`.
+        """
         added = self._added_before
         if list(ids[: len(added)]) == added:
             ids = ids[len(added) :]
-        return await self.detokenize(ids, turn)
+        return await self.detokenize(ids, turn, "echo")
 
     @cached_property
     def _added_before(self) -> list[int]:

@@ -117,9 +117,10 @@ def num_generated(request: inference_pb2.GenerateRequest) -> int:
 def check_num_sequences(num_prompts: int, request: inference_pb2.GenerateRequest) -> None:
     """Raises InvalidArgument if prompts with checked parameters ask for too many completions."""
     has_no_tokens = request.stopping.HasField("max_tokens") and not request.stopping.max_tokens
-    if request.pooling or has_no_tokens:
-        return  # nothing is generated
-    count = num_prompts * max(num_generated(request), request.beam_search.width)
+    num_each = max(num_generated(request), request.beam_search.width)
+    if num_each == 1 and (request.pooling or has_no_tokens):
+        return  # nothing is generated, and each prompt has one answer
+    count = num_prompts * num_each
     if count > limits.MAX_ANSWER_SEQUENCES:
         field = "n"
         if request.HasField("beam_search"):
@@ -158,6 +159,16 @@ def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None
             f"prompts x n x max_tokens, times {limits.LOGPROB_SIZE} for each log probability, may "
             f"be {size} in this answer; the maximum is {limits.MAX_ANSWER_SIZE}",
             names[0] if names else "stopping.max_tokens",
+        )
+
+
+def check_echo_size(num_characters: int) -> None:
+    """Raises InvalidArgument if `echo` repeats too much text in all answers of a body together."""
+    if num_characters > limits.MAX_RETURNED_CHARACTERS:
+        raise InvalidArgument(
+            f"repeats {num_characters} characters, each prompt in each completion; the maximum is "
+            f"{limits.MAX_RETURNED_CHARACTERS}; send fewer prompts, or ask for fewer completions",
+            "echo",
         )
 
 

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from ....proto.errors import (
     InvalidArgument,
@@ -119,12 +121,25 @@ async def get_file(service: GenerationService, request: Request) -> Response:
     return JSONResponse(describe_file(await find_file(service, request)))
 
 
+class _Download(StreamingResponse):
+    """Sends a file. If the rest cannot be read, the connection ends before the announced length.
+
+    An error after the start of the response would be logged with its traceback, as often as a
+    caller deletes what it reads.
+    """
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TandemError):
+            await super().__call__(scope, receive, send)
+
+
 async def get_content(service: GenerationService, request: Request) -> Response:
     """Answers GET /v1/files/{name}/content."""
     stored = await find_file(service, request)
     pieces = read_pieces(service, request.state.caller.tenant, stored)
     headers = {"Content-Length": str(stored.size)}
-    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+    return _Download(pieces, headers=headers, media_type="application/octet-stream")
 
 
 async def read_pieces(

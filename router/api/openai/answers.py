@@ -29,6 +29,9 @@ Each alternative counts, and each choice that repeats them.
 _IDS_PER_LOGPROB: Final = 16
 """Number of token ids that are written in the time of one log probability."""
 
+_CHARACTERS_PER_LOGPROB: Final = 1_024
+"""Number of characters of a text that are written in the time of one log probability."""
+
 _REASONS: Final[Mapping[int, str | None]] = {
     inference_pb2.FINISH_REASON_UNSPECIFIED: None,
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -84,6 +87,7 @@ class ResponseWriter(StreamWriter):
         num_logprobs = len(message.prompt_logprobs) + len(message.logprobs)
         if self._index(prompt, message) not in self._text_logprobs:
             num_logprobs += len(self._prompt_logprobs.get(prompt, ()))
+            num_logprobs += len(message.text) // _CHARACTERS_PER_LOGPROB  # it may have an echo
         if self._request.has_token_ids and prompt not in self._prompt_id_members:
             num_logprobs += len(self._prompts[prompt]) // _IDS_PER_LOGPROB
         return await WRITING.run("", num_logprobs, self._chunk, prompt, message)
@@ -108,6 +112,7 @@ class ResponseWriter(StreamWriter):
     async def render_full(self, answers: Answers) -> bytes:
         messages = [message for each in answers for message in each]
         num_logprobs = sum(len(each.prompt_logprobs) + len(each.logprobs) for each in messages)
+        num_logprobs += sum(len(each.text) for each in messages) // _CHARACTERS_PER_LOGPROB
         if self._request.has_token_ids:
             num_ids = self._prompt_tokens + sum(len(each.token_ids) for each in messages)
             num_logprobs += num_ids // _IDS_PER_LOGPROB

@@ -129,8 +129,8 @@ async def make_score_request(
 ) -> tuple[ParsedRequest[ScoreBody], list[int]]:
     """Makes a prompt of each pair of texts; a single text 1 is paired with every text 2.
 
-    Also returns where text 2 starts in each prompt. The prompts are charged when they are accepted.
-    Raises InvalidArgument, and Overloaded if the caller has no tokens left.
+    Also returns where text 2 starts in each prompt. Charges the caller for the whole texts of all
+    pairs. Raises InvalidArgument, and Overloaded if the caller has no tokens left.
     """
     tokenizer = model.tokenizer
     firsts = body.text_1
@@ -147,10 +147,14 @@ async def make_score_request(
             check_count(len(text), limits.MAX_PROMPT_CHARACTERS, "characters", f"{field}[{i}]")
     caller.quota.check_tokens()
     before = await tokenizer.encode_all(firsts, turn=caller.turn)
+    caller.quota.take_tokens(sum(map(len, before)))
+    _check_not_empty(before, "text_1")
     after = await tokenizer.encode_all(seconds, add_special_tokens=False, turn=caller.turn)
-    _check_not_empty(before, "text_1", before + after, caller)
-    _check_not_empty(after, "text_2", before + after, caller)
-    before *= len(after) // len(before)
+    caller.quota.take_tokens(sum(map(len, after)))
+    _check_not_empty(after, "text_2")
+    copies = before * (len(after) // len(before) - 1)
+    caller.quota.take_tokens(sum(map(len, copies)))
+    before += copies
     common = inference_pb2.GenerateRequest(
         model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0}
     )
@@ -164,18 +168,15 @@ async def make_score_request(
         request_id=request_id,
         names=dict.fromkeys(("prompt", "prompt_logprobs", "logprobs"), "text_2"),
         is_streamed=False,
-        is_tokenized=True,
+        is_charged=True,
     )
     return request, [max(min(len(first), kept - len(second)), 0) for first, second in pairs]
 
 
-def _check_not_empty(
-    texts: Sequence[Sequence[int]], field: str, encoded: Sequence[Sequence[int]], caller: Caller
-) -> None:
-    """Raises InvalidArgument if a text has no tokens, and then charges the caller for `encoded`."""
+def _check_not_empty(texts: Sequence[Sequence[int]], field: str) -> None:
+    """Raises InvalidArgument if a text has no tokens."""
     for i, ids in enumerate(texts):
         if not ids:
-            caller.quota.take_tokens(sum(map(len, encoded)))
             raise InvalidArgument("has no tokens; the minimum is 1", f"{field}[{i}]")
 
 

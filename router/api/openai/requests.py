@@ -66,7 +66,7 @@ class ParsedRequest(Generic[_B]):
     last_event_id: str | None = None  # see RequestContext.event_id
     has_prompt_logprobs: bool = False  # requested separately, not by echo
     has_token_ids: bool = False  # of the prompts and of the answers
-    is_tokenized: bool = False  # the prompts are token ids that the service has made
+    is_charged: bool = False  # the caller has paid for the tokens of the prompts
 
     @property
     def is_chat(self) -> bool:

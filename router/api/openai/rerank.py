@@ -13,10 +13,9 @@ from typing import Annotated, Any, Final
 from pydantic import FailFast, Field
 
 from ....proto import inference_pb2, limits
-from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
-from ...frontend.prepare import BYTES_PER_TOKEN, ServedModel
+from ...frontend.prepare import ServedModel, encode_prompt
 from .answers import error_response
 from .bodies import WHOLE, Ignored, NestedModel, OpenModel
 from .requests import ParsedRequest, prompt_messages
@@ -65,24 +64,20 @@ async def make_rerank_request(
 ) -> tuple[ParsedRequest[RerankBody], tuple[int, int]]:
     """Makes two prompts of each document: its judgement is yes in the first, no in the second.
 
-    Also returns the numbers of tokens of yes and no. The prompts are charged when they are
-    accepted. Raises InvalidArgument, and Overloaded if the caller has no tokens left.
+    Also returns the numbers of tokens of yes and no. Charges the caller for both prompts of each
+    document as soon as it is encoded. Raises InvalidArgument, and Overloaded if the caller has no
+    tokens left.
     """
     repeated = len(body.query) + len(body.instruction or "")  # in the prompt of each document
     num_characters = sum(map(len, body.texts)) + repeated * len(body.texts)
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all prompts", "documents")
-    caller.quota.check_tokens()
     tokenizer = model.tokenizer
     yes, no = await tokenizer.encode_all(_ANSWERS, add_special_tokens=False, turn=caller.turn)
     prompts: list[list[int]] = []
     for text in body.texts:
-        asked = _chat(body, text)
-        try:
-            ids = await tokenizer.encode_chat(asked, caller.turn)
-        except (InvalidArgument, asyncio.CancelledError):  # the work was done
-            rest = asked.ByteSize() // BYTES_PER_TOKEN
-            caller.quota.take_tokens(sum(map(len, prompts)) + rest)
-            raise
+        asked = inference_pb2.Prompt(chat=_chat(body, text))
+        ids = await encode_prompt(asked, tokenizer, caller)
+        caller.quota.take_tokens(len(yes) + len(ids) + len(no))  # `ids` are in two prompts
         prompts += [[*ids, *yes], [*ids, *no]]
     common = inference_pb2.GenerateRequest(
         model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0}
@@ -94,7 +89,7 @@ async def make_rerank_request(
         request_id=request_id,
         names=dict.fromkeys(("prompt", "prompt_logprobs", "logprobs"), "documents"),
         is_streamed=False,
-        is_tokenized=True,
+        is_charged=True,
     )
     return request, (len(yes), len(no))
 

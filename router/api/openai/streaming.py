@@ -14,9 +14,16 @@ from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ....proto.limits import MAX_PROMPTS
 from ....proto.metrics import ERRORS
+from ...auth.rate import Quota
 from ...frontend.prepare import RequestContext
 from ...frontend.prepared import PreparedRequest
-from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
+from ...frontend.validation import (
+    answer_size,
+    check_answer_size,
+    check_echo_size,
+    check_num_sequences,
+    num_generated,
+)
 from ...output.choice import UNFINISHED, delivered
 from ...output.joined_answer import JoinedAnswer
 from ...resume.event_ids import EventIdSigner
@@ -144,22 +151,20 @@ class GenerationResponse(Response):
         """Checks all prompts before the first runs: a body is refused in full or not at all."""
         self._context = with_event_id(self._request, self._context)
         context = replace(self._context, reduces_max_tokens=self._request.is_chat)
+        if self._request.is_charged:
+            context = replace(context, caller=replace(context.caller, quota=Quota()))
         accepted: list[PreparedRequest] = []
         check_num_sequences(len(self._request.prompts), self._request.common)
-        size = 0
+        size = num_echoed = 0
         for request in self._request.requests():
-            try:
-                accepted.append(await self._service.accept(request, context))
-            except TandemError:
-                if self._request.is_tokenized:  # the work was done
-                    rest = self._request.prompts[len(accepted) + 1 :]
-                    context.caller.quota.take_tokens(sum(len(each.token_ids.ids) for each in rest))
-                raise
+            accepted.append(await self._service.accept(request, context))
             submit = accepted[-1].tokens.submit
             if request.stopping.max_tokens > submit.max_tokens:
                 self.headers[MAX_TOKENS] = str(submit.max_tokens)
             size += answer_size(request, len(submit.token_ids), submit.max_tokens)
             check_answer_size(size, request)
+            num_echoed += num_generated(request) * len(accepted[-1].echo)
+            check_echo_size(num_echoed)
             prompt_tokens = sum(len(each.tokens.submit.token_ids) for each in accepted)
             check_prompt_logprobs(self._request, prompt_tokens)
             check_prompt_ids(self._request, prompt_tokens)

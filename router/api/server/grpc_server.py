@@ -30,7 +30,13 @@ from ....proto.errors import (
     TandemError,
     Unauthenticated,
 )
-from ....proto.limits import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION
+from ....proto.limits import (
+    MAX_HEALTH_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_STREAMS_PER_CONNECTION,
+    MAX_UNREAD_HEALTH_CHECKS,
+)
 from ....proto.strangers import StrangerSweep
 from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
@@ -50,6 +56,9 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 DETAILS_KEY = "grpc-status-details-bin"
 AUTHORIZATION_KEY = "authorization"
 _HEALTH = f"/{health.SERVICE_NAME}/"
+
+_CONCURRENT = "concurrent calls, the maximum (router.max_connections_per_address)"
+_UNREAD = "health checks without their message, the maximum"
 
 _PROMPT_LOGPROBS_PER_MESSAGE = 2_048  # 1 MB if each has 20 alternatives
 
@@ -101,6 +110,7 @@ class GrpcServer:
         self._sweep = StrangerSweep(self._bounds.max_connections)
         self._calls: Counter[str] = Counter()  # running, by address
         self._health_calls: Counter[str] = Counter()
+        self._unread_health: Counter[str] = Counter()  # whose message has not arrived in full
         self._tls = tls
         self._health = HealthStatus(("", SERVICE))
         self._authenticator = authenticator or Authenticator()
@@ -110,7 +120,7 @@ class GrpcServer:
                 *_OPTIONS,
                 # gRPC does not report connections to Python. So the bound by address counts calls,
                 # and gRPC refuses new connections above a maximum of all.
-                ("grpc.max_allowed_incoming_connections", self._bounds.max_connections),
+                ("grpc.max_allowed_incoming_connections", self._sweep.max_connections),
                 ("grpc.server_handshake_timeout_ms", round(1_000 * self._bounds.head_seconds)),
                 ("grpc.max_connection_idle_ms", round(1_000 * self._bounds.idle_seconds)),
                 ("grpc.so_reuseport", shares_port),
@@ -182,16 +192,21 @@ class GrpcServer:
         """
 
         @asynccontextmanager
-        async def received(context: _Context) -> AsyncIterator[health_pb2.HealthCheckRequest]:
+        async def received(context: _Context) -> AsyncIterator[str]:
+            """Yields the name of the service that the message asks for."""
             try:
                 with _counted(self._health_calls, context, self._bounds.max_per_address):
-                    yield await self._read(health_pb2.HealthCheckRequest, context)
+                    with _counted(self._unread_health, context, MAX_UNREAD_HEALTH_CHECKS, _UNREAD):
+                        request = await self._read(
+                            health_pb2.HealthCheckRequest, context, most=MAX_HEALTH_BYTES
+                        )
+                    yield request.service
             except TandemError as error:
                 await _abort(context, error, self._audit)
 
         async def check(_messages: object, context: _Context) -> Message:
-            async with received(context) as request:
-                answer: Message = self._health.check(request)
+            async with received(context) as service:
+                answer: Message = self._health.check(service)
             return answer
 
         async def watch(_messages: object, context: _Context) -> None:
@@ -200,8 +215,8 @@ class GrpcServer:
                     writes.begin()
                     await context.write(answer)
 
-            async with received(context) as request:
-                await self._health.watch(request, write)
+            async with received(context) as service:
+                await self._health.watch(service, write)
 
         handlers: dict[str, Any] = {
             "Check": grpc.stream_unary_rpc_method_handler(check, None, _serialize),
@@ -266,8 +281,13 @@ class GrpcServer:
             with caller.quota.call():
                 yield caller
 
-    async def _read(self, kind: type[_M], context: _Context, turn: str = "") -> _M:
-        """Reads the message of a call. Raises InvalidArgument or DeadlineExceeded."""
+    async def _read(
+        self, kind: type[_M], context: _Context, turn: str = "", most: int = MAX_MESSAGE_BYTES
+    ) -> _M:
+        """Reads the message of a call, which has at most `most` bytes.
+
+        Raises InvalidArgument or DeadlineExceeded.
+        """
         seconds = self._bounds.request_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -278,6 +298,8 @@ class GrpcServer:
             ) from None
         if body is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
+        if len(body) > most:
+            raise InvalidArgument(f"the message has {len(body)} bytes; the maximum is {most}")
         return await PARSING.run(turn, len(body), parse_message, kind, body)
 
     def _caller(self, context: _Context) -> Caller:
@@ -317,14 +339,16 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 @contextmanager
-def _counted(calls: Counter[str], context: _Context, most: int) -> Iterator[None]:
-    """Counts a call for its address until it ends. Raises Overloaded above `most` calls."""
+def _counted(
+    calls: Counter[str], context: _Context, most: int, what: str = _CONCURRENT
+) -> Iterator[None]:
+    """Counts a call for its address in this context. Raises Overloaded above `most` calls.
+
+    `what`: the calls and their bound, for the error.
+    """
     address = network_of(_peer_address(context))
     if calls[address] >= most:
-        raise Overloaded(
-            f"this address has {most} concurrent calls, the maximum "
-            "(router.max_connections_per_address); try again when one has ended"
-        )
+        raise Overloaded(f"this address has {most} {what}; try again when one has ended")
     calls[address] += 1
     try:
         yield

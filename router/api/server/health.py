@@ -36,15 +36,15 @@ class HealthStatus:
         self._is_serving = False
         self._report()
 
-    def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
+    def check(self, service: str) -> health_pb2.HealthCheckResponse:
         """Returns the status of a service. Raises NotFound."""
-        if request.service not in self._services:
+        if service not in self._services:
             raise NotFound("service: is not served here")
-        return _Answer(status=self._status(request.service))
+        return _Answer(status=self._status(service))
 
     async def watch(
         self,
-        request: health_pb2.HealthCheckRequest,
+        service: str,
         write: Callable[[health_pb2.HealthCheckResponse], Awaitable[object]],
     ) -> None:
         """Writes the status of a service, now and after each change, until `end`."""
@@ -52,7 +52,7 @@ class HealthStatus:
         while True:
             changed = self._changed
             is_over = self._is_over
-            status = self._status(request.service)
+            status = self._status(service)
             if status != last:
                 await write(_Answer(status=status))
                 last = status

@@ -137,10 +137,11 @@ async def _detokenize(
     service: GenerationService, body: bytes, _request_id: str, context: RequestContext
 ) -> Response:
     """Returns the text of token ids."""
-    parsed = await off_loop(context.caller.turn, body, partial(parse, DetokenizeBody))
+    caller = context.caller
+    parsed = await off_loop(caller.turn, body, partial(parse, DetokenizeBody))
     request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
-    answer = await service.detokenize(request, context.caller, context.deadline)
-    return JSONResponse({"prompt": answer.text})
+    text = (await service.detokenize(request, caller, context.deadline)).text
+    return await COPYING.run(caller.turn, len(text), JSONResponse, {"prompt": text})
 
 
 async def _detect_watermark(

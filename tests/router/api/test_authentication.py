@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.proto import inference_pb2, inference_pb2_grpc, limits
 from tandem.proto.errors import InvalidArgument, Overloaded, Unauthenticated, Unavailable
+from tandem.router.api.openai.openapi import REQUEST_TIMEOUT
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
@@ -428,6 +429,42 @@ async def test_every_tokenization_is_charged(
     monkeypatch.setattr(quota, "take_tokens", taken.append)
     await http.post(path, json=said, headers=bearer("ada"))
     assert sum(taken) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/score", {"text_1": "seven b", "text_2": ["eight by", "four"]}),
+        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/detokenize", {"tokens": [104] * 5_000}),
+    ],
+)
+async def test_a_deadline_saves_no_tokens(
+    authenticator: Authenticator,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    said: dict[str, Any],
+) -> None:
+    authenticator.replace([api_key("ada", tokens_per_minute=1_000_000_000)])
+    quota = authenticator.caller("Bearer ada", "").quota
+    charged = []
+    for deadline, status in (({}, 200), ({REQUEST_TIMEOUT: "1e-6"}, 504)):
+        taken = list[int]()
+        monkeypatch.setattr(quota, "take_tokens", taken.append)
+        answer = await http.post(path, json=said, headers=bearer("ada") | deadline)
+        assert answer.status_code == status
+        charged.append(sum(taken))
+    assert charged[0] == charged[1] > 0
+
+
+async def test_one_score_may_use_more_tokens_than_are_left(
+    authenticator: Authenticator, http: httpx.AsyncClient
+) -> None:
+    authenticator.replace([api_key("ada", tokens_per_minute=10)])
+    said = {"text_1": "seven b", "text_2": ["eight by", "four"]}
+    answers = [await http.post("/score", json=said, headers=bearer("ada")) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
 
 
 async def test_nothing_is_tokenized_without_tokens_left(

@@ -363,6 +363,30 @@ async def test_inputs_that_are_read_at_a_time_are_bounded(
     assert (await create(0)).status == "in_progress"
 
 
+async def test_a_file_that_is_deleted_while_it_is_read_ends_the_connection(
+    client: openai.AsyncOpenAI,
+    address: str,
+    service: GenerationService,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It fills no log: callers may delete their files as often as they like."""
+    name = await upload(client, ["x" * (files_module._PIECE_BYTES + 1)])
+    read = service.storage.read_file
+
+    async def first_piece(tenant: str, file_id: str, offset: int, size: int) -> bytes | None:
+        return None if offset else await read(tenant, file_id, offset, size)
+
+    monkeypatch.setattr(service.storage, "read_file", first_piece)
+    async with httpx.AsyncClient(
+        base_url=f"http://{address}", headers={"Authorization": "Bearer one"}, timeout=WAIT
+    ) as http:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.get(f"/v1/files/{name}/content")
+    assert len(caplog.records) <= 1
+    assert "Traceback" not in caplog.text
+
+
 async def test_each_answer_has_the_id_of_its_request(address: str) -> None:
     async with httpx.AsyncClient(
         base_url=f"http://{address}", headers={"Authorization": "Bearer one"}, timeout=WAIT

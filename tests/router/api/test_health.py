@@ -1,5 +1,6 @@
 """Tests that strangers cannot misuse grpc.health.v1, which needs no key."""
 
+import asyncio
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -7,6 +8,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.proto.limits import MAX_HEALTH_BYTES
+from tandem.router.api.server import grpc_server
 from tandem.router.api.server.connection import ConnectionBounds
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.test_connections import HTTP2_PREFACE, Streams, connected, serving
@@ -111,6 +114,45 @@ async def test_bytes_that_are_no_message_are_refused(model: ServedModel, method:
         await call.write(b"\xff" * 9)
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_message_that_is_too_large_is_refused(model: ServedModel, method: str) -> None:
+    """A watcher would hold it as long as it waits."""
+    async with (
+        serving(model, ConnectionBounds()) as (servers, _),
+        grpc.aio.insecure_channel(servers.grpc_address) as channel,
+    ):
+        call = ask(channel, method)
+        request = health_pb2.HealthCheckRequest(service="x" * MAX_HEALTH_BYTES)
+        await call.write(request.SerializeToString())
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"the maximum is {MAX_HEALTH_BYTES}" in await call.details()
+
+
+async def test_health_checks_whose_messages_do_not_come_are_bounded(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may hold a part of a large message; watchers with their message do not count."""
+    monkeypatch.setattr(grpc_server, "MAX_UNREAD_HEALTH_CHECKS", 2)
+    async with (
+        serving(model, ConnectionBounds()) as (servers, _),
+        grpc.aio.insecure_channel(servers.grpc_address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(4):
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == SERVING
+        calls = [ask(channel, "Watch") for _ in range(3)]
+        codes = [asyncio.create_task(call.code()) for call in calls]
+        refused, _ = await asyncio.wait(codes, return_when=asyncio.FIRST_COMPLETED)
+        assert [code.result() for code in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        for call in calls:
+            call.cancel()
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                assert (await stub.Check(health_pb2.HealthCheckRequest())).status == SERVING
+                return
 
 
 async def test_watchers_of_one_address_are_bounded(model: ServedModel) -> None:

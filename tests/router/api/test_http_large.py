@@ -8,10 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
 
 from tandem.proto import errors, inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import ROWS
+from tandem.router.api.openai import answers
 from tandem.router.api.openai.answers import MAX_PROMPT_LOGPROBS
 from tandem.router.api.openai.bodies import DetokenizeBody
 from tandem.router.api.openai.logprobs import prompt_logprobs
@@ -23,6 +25,7 @@ from tandem.router.api.openai.requests import (
     parse_completion,
     parse_tokenize,
 )
+from tandem.router.api.server import http_operations
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
@@ -226,6 +229,44 @@ async def test_slow_work_on_a_large_body_does_not_block_the_event_loop(
     monkeypatch.setattr(place, noted)
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=60) as http:
         assert (await http.post(path, json=said)).status_code in (200, 400)
+    assert ran
+    assert threading.main_thread() not in ran
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_large_echo_is_written_off_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    ran: set[threading.Thread] = set()
+
+    def noted(*arguments: Any) -> str:
+        ran.add(threading.current_thread())
+        return original(*arguments)
+
+    original = answers._with_logprobs
+    monkeypatch.setattr(answers, "_with_logprobs", noted)
+    monkeypatch.setattr(answers, "_CHARACTERS_PER_LOGPROB", 64)
+    fields: dict[str, Any] = {"prompt": "x" * 18_000, "max_tokens": 0, "echo": True}
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
+        answer = await http.post(TEXT, json=body(TEXT, stream=stream, n=2, **fields))
+    assert answer.text.count("x" * 18_000) == 2
+    assert ran
+    assert threading.main_thread() not in ran
+
+
+async def test_the_text_of_many_tokens_is_written_off_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[threading.Thread] = []
+
+    def noted(content: object) -> JSONResponse:
+        ran.append(threading.current_thread())
+        return JSONResponse(content)
+
+    monkeypatch.setattr(http_operations, "JSONResponse", noted)
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
+        answer = await http.post("/detokenize", json={"tokens": [120] * 5_000})
+    assert answer.json() == {"prompt": "x" * 5_000}
     assert ran
     assert threading.main_thread() not in ran
 

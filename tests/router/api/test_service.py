@@ -230,6 +230,16 @@ async def test_detokenize(model: ServedModel) -> None:
         )
 
 
+async def test_the_text_of_token_ids_is_bounded(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token may have many characters."""
+    service = GenerationService([model], FakeTokenSource())
+    monkeypatch.setattr("tandem.router.frontend.tokenizer.MAX_RETURNED_CHARACTERS", 6)
+    with pytest.raises(InvalidArgument, match="token_ids: has 7 characters; the maximum is 6"):
+        await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[EOS_ID]), Caller())
+
+
 class Full(Admission):
     """Refuses requests of more than 100 tokens."""
 

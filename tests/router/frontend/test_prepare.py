@@ -187,6 +187,20 @@ async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
     ).field == "prompt"
 
 
+@pytest.mark.parametrize("prompt", [{"text": "x" * 30}, {"token_ids": {"ids": [120] * 30}}])
+async def test_the_text_that_echo_repeats_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, prompt: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(limits, "MAX_RETURNED_CHARACTERS", 100)
+    assert (await prepared(request(prompt=prompt, echo=True, n=3))).num_choices == 3
+    error = await refused(request(prompt=prompt, echo=True, n=4))
+    assert error.message.startswith("echo: repeats 120 characters")
+    monkeypatch.setattr("tandem.router.frontend.tokenizer.MAX_RETURNED_CHARACTERS", 29)
+    if "token_ids" in prompt:
+        error = await refused(request(prompt=prompt, echo=True))
+        assert error.message == "echo: has 30 characters; the maximum is 29"
+
+
 async def test_a_demanded_call_is_a_grammar() -> None:
     assert "call" in (await prepared(request(prompt={"chat": TOOL_CHAT}))).grammar
     assert (await prepared(request(prompt={"chat": CHAT}))).grammar == ""
