@@ -38,7 +38,7 @@ class ServeCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises InvalidArgument that names the flag."""
         for arg in args:
-            flag = arg.partition("=")[0]
+            flag = "-O" if arg.startswith("-O") else arg.partition("=")[0]  # vLLM joins: -O3
             if flag.startswith("-"):
                 check_supported(flag.lstrip("-").replace("-", "_"), flag)
         return super().parse_args(ctx, args)

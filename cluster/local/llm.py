@@ -53,6 +53,7 @@ TokenIds = Sequence[int] | Sequence[Sequence[int]]
 Parameters = Options | Sequence[Options] | None
 """Sampling parameters: the same for all prompts, or one for each; None means the defaults."""
 
+_CLOSED: Final = "another thread has closed the stream"
 _CHUNK_TOKENS: Final = 512
 """Prompt tokens in a step with decodes: larger than in a service, for offline throughput."""
 
@@ -328,7 +329,7 @@ class LocalStream:
         self._timeline = inference_pb2.Timeline()
         self._messages = llm._engine.messages(request, self._timeline)
         self._reading: asyncio.Task[object] | None = None
-        self._is_closed = False
+        self._closed_by: int | None = None  # the thread that has closed the stream
 
     def __iter__(self) -> Self:
         return self
@@ -336,9 +337,11 @@ class LocalStream:
     def __next__(self) -> Delta:
         """Waits for the next delta; raises Cancelled if another thread closes the stream."""
         message = self._loop.run(self._next())
-        if message is None:
-            raise StopIteration
-        return self._collector.delta(message)
+        if message is not None:
+            return self._collector.delta(message)
+        if self._closed_by not in (None, threading.get_ident()) and not self._collector.is_complete:
+            raise Cancelled(_CLOSED)
+        raise StopIteration
 
     def completion(self) -> Completion:
         """Reads the rest of the stream; returns the completion."""
@@ -349,6 +352,8 @@ class LocalStream:
 
     def close(self) -> None:
         """Ends the request, unless it has ended. Idempotent; any thread may call it."""
+        if self._closed_by is None:
+            self._closed_by = threading.get_ident()
         with suppress(Unavailable):  # the engine is closed, which has ended its requests
             self._loop.run(self._end())
 
@@ -363,14 +368,13 @@ class LocalStream:
         try:
             return await anext(self._messages, None)
         except asyncio.CancelledError:
-            if self._is_closed:
-                raise Cancelled("another thread has closed the stream") from None
+            if self._closed_by is not None:
+                raise Cancelled(_CLOSED) from None
             raise
         finally:
             self._reading = None
 
     async def _end(self) -> None:
-        self._is_closed = True
         if self._reading is not None:  # by another thread; a running generator cannot be closed
             self._reading.cancel()
             await asyncio.wait([self._reading])

@@ -34,6 +34,7 @@ from ..scaling.reports import worker_report
 from ..store.adapters import configured_adapters
 from ..store.store import ensure_tokenizer
 from .directory import DirectoryClient
+from .environment import raise_open_files
 from .members import HEARTBEAT_SECONDS, Continuity, DirectoryWatcher, Members, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .status import SWITCH_SECONDS, WorkerStatuses, describe_routers, drain_workers
@@ -68,6 +69,7 @@ class Replica:
 
     def __init__(self, config: TandemConfig, kind: str) -> None:
         go_first()
+        raise_open_files()
         if config.log_format == "json":
             write_json_logs()
         self._config = config

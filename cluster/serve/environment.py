@@ -136,15 +136,21 @@ def _check_authentication() -> None:
             raise InvalidArgument(f"{path} is empty; it must hold a token", _PATH_VARIABLE)
 
 
-def _check_limits() -> None:
-    """Raises the limit of open files as far as this user may.
+def raise_open_files() -> int:
+    """Raises this process's limit of open files as far as the user may; returns what is allowed.
 
-    Raises InvalidArgument for limits with which Ray's processes abort.
+    Processes of a local Ray inherit it; those of a cluster have the limit of `ray start`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def _check_limits() -> None:
+    """Raises InvalidArgument for limits with which Ray's processes abort."""
+    wanted = raise_open_files()
     if wanted < _FEWEST_OPEN_FILES:
         raise InvalidArgument(
             f"{wanted} open files are too few; the minimum is {_FEWEST_OPEN_FILES} (ulimit -n)",

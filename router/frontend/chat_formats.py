@@ -59,8 +59,6 @@ ReasoningParserName = Literal[
     "seed_oss",
     "apertus",
     "granite",
-    "hunyuan_a13b",
-    "ernie45",
     "qwen3",
     "openai_gptoss",
     "mistral",
@@ -224,6 +222,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=_APERTUS[:1],
         markup=_APERTUS,
         fields=_calls(r"<\|tools_prefix\|>", _APERTUS[1]),
+        ends_reasoning=r"<\|tools_prefix\|>",  # its template writes calls within thoughts
         grammar=CallGrammar(
             begin=(_APERTUS[0], "["),
             head=("{%j: ",),
@@ -389,17 +388,6 @@ REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
             rf"\A{_SPACE}Here(?:'s| is) my thought process:{_SPACE}",
             rf"{_SPACE}Here(?:'s| is) my response:{_SPACE}",
         ),
-    ),
-    "hunyuan_a13b": ChatFormat(
-        signs=("<answer>",),
-        markup=("<think>", "</think>"),
-        fields=_reasoning(_FIRST_THINK, _THINK_CLOSE) | _answer(r"<answer>\n?", r"\n?</answer>"),
-    ),
-    "ernie45": ChatFormat(  # and Granite 3.3; a template has a line break as an escape
-        signs=("<response>\\n", "<response></response>"),
-        markup=("<think>", "</think>", "<response>", "</response>"),
-        fields=_reasoning(_FIRST_THINK, _THINK_CLOSE)
-        | _answer(r"<response>\n?", r"\n?</response>\n?"),
     ),
     "qwen3": ChatFormat(
         signs=("<think>", "</think>"),

@@ -36,6 +36,11 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _GBNF_RULE: Final = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """The beginning of a rule in GBNF, the EBNF of llama.cpp and vLLM; no Lark grammar has it."""
 
+_GBNF_ESCAPE: Final = re.compile(
+    r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|.)", re.DOTALL
+)
+_FIRST_PLAIN: Final = 0xA0  # from this code on, no character has a meaning in GBNF or is a control
+
 _SPECIAL_TOKEN: Final = re.compile(r"<[^<>\s]+>")
 """A special token in a Lark grammar, by its text or as in `<[1-5]>` by its ids."""
 
@@ -309,12 +314,28 @@ def _lark(grammar: str) -> str:
     if not _GBNF_RULE.search(grammar):
         return grammar
     try:
-        lark = str(gbnf_to_lark(grammar))
+        lark = str(gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, grammar)))
     except Exception as error:  # the converter raises plain exceptions, and IndexError at the end
         raise ValueError(_short(f"cannot be read as GBNF (rules with ::=): {error}")) from None
     if len(lark) > _MAX_REWRITTEN:
         raise ValueError("is too large once it is converted from GBNF to Lark; shorten it")
     return lark
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Returns the character of an escape in GBNF, where it has no other meaning.
+
+    llguidance's converter drops leading zeros of codes.
+    """
+    code = escape[1] or escape[2] or escape[3]
+    if code is None:
+        return escape[0]
+    character = chr(int(code, 16))
+    if _SURROGATE.match(character):
+        raise ValueError(f"{escape[0]} is no character")
+    if character.isalnum() or ord(character) >= _FIRST_PLAIN:
+        return character
+    return f"\\x{ord(character):02x}"
 
 
 def _schema(text: str) -> str:

@@ -29,8 +29,6 @@ from .tool_parser import make_call, parser_for
 _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "seed_oss": ("<seed:think>", "<seed:think><seed:cot_budget_reflect>"),
     "apertus": ("<|inner_prefix|>",),
-    "hunyuan_a13b": ("<think>",),
-    "ernie45": ("<think>",),
     "qwen3": ("<think>",),
     "mistral": ("[THINK]",),
     "gemma4": ("<|channel>thought",),

@@ -13,7 +13,9 @@ _BEGIN: Final = re.compile(rf"\s{{0,64}}{CALLED_NAME}\s{{0,64}}(?:<arg_key>|</to
 _CALL: Final = re.compile(rf"\s*+({CALLED_NAME})\s*+(<arg_key>.*</arg_value>)?\s*+", re.DOTALL)
 _BETWEEN: Final = re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
 _ARGUMENT: Final = re.compile(
-    r"<arg_key>\s*+([^<\s](?:[^<]{0,62}[^<\s])?)\s*+</arg_key>\s*+<arg_value>(.*)", re.DOTALL
+    r"<arg_key>\s*+(?P<name>[^<\s](?:[^<]{0,62}[^<\s])?)\s*+</arg_key>\s*+"
+    r"<arg_value>(?P<text>.*)",
+    re.DOTALL,
 )
 
 

@@ -1,7 +1,7 @@
 """Reads calls as MiniMax M2 and DeepSeek V3.2 write them, with arguments as texts between tags:
 
 `<invoke name="weather"><parameter name="city">Rome</parameter></invoke>`. DeepSeek's tags have a
-mark, and its arguments an attribute that tells texts from JSON; here the tool's schema does.
+mark, and its arguments an attribute `string` that tells texts from JSON.
 """
 
 import re
@@ -18,7 +18,9 @@ _BETWEEN_CALLS: Final = re.compile(rf"</{_MARK}invoke>\s*(?=<{_MARK}invoke name=
 _CALL: Final = re.compile(rf"\s*+<{_MARK}invoke name=\"({CALLED_NAME})\">\s*+(.*)", re.DOTALL)
 _BETWEEN: Final = re.compile(rf"</{_MARK}parameter>\s*(?=<{_MARK}parameter name=|\Z)")
 _ARGUMENT: Final = re.compile(
-    rf"<{_MARK}parameter name=\"([^\"]{{1,64}})\"(?: string=\"(?:true|false)\")?>(.*)", re.DOTALL
+    rf"<{_MARK}parameter name=\"(?P<name>[^\"]{{1,64}})\""
+    r"(?: string=\"(?:true|(?P<is_json>false))\")?>(?P<text>.*)",
+    re.DOTALL,
 )
 
 

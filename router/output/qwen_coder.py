@@ -14,7 +14,7 @@ _BEGIN: Final = re.compile(r"\s*<function=")
 _BARE: Final = regex.compile(rf"<function={CALLED_NAME}>\s{{0,64}}(?:<parameter=|</function>)")
 _CALL: Final = re.compile(rf"\s*<function=({CALLED_NAME})>(.*)</function>\s*", re.DOTALL)
 _BETWEEN: Final = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
-_ARGUMENT: Final = re.compile(r"<parameter=([^>]{1,64})>\n?(.*?)\n?", re.DOTALL)
+_ARGUMENT: Final = re.compile(r"<parameter=(?P<name>[^>]{1,64})>\n?(?P<text>.*?)\n?", re.DOTALL)
 
 
 def find_bare_call(text: str) -> tuple[int, bool]:

@@ -29,19 +29,26 @@ def read_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments in a text, each of which ends with `between`.
 
-    `argument` has the name and the text of one as its groups. `tool`: None if it is unknown. Raises
-    ValueError.
+    `argument` has the groups `name` and `text`, and perhaps `is_json`, which matches if the model
+    itself says that the text is JSON. `tool`: None if it is unknown. Raises ValueError.
     """
     *texts, rest = between.split(text)
     matches = [argument.fullmatch(each) for each in texts]
-    given = {match[1]: match[2] for match in matches if match is not None}
+    given = {match["name"]: match for match in matches if match is not None}
     if rest or len(given) < len(texts):
         raise ValueError
     root = {} if tool is None else parameters_schema(tool)
     arguments = resolved(root, root)
     properties = arguments.get("properties") if isinstance(arguments, dict) else None
     schemas = properties if isinstance(properties, dict) else {}
-    return {name: _typed(each, schemas.get(name), root) for name, each in given.items()}
+    return {name: _value(each, schemas.get(name), root) for name, each in given.items()}
+
+
+def _value(argument: re.Match[str], schema: object, root: object) -> object:
+    if argument.groupdict().get("is_json"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(argument["text"])
+    return _typed(argument["text"], schema, root)
 
 
 def _typed(text: str, schema: object, root: object) -> object:

@@ -180,6 +180,9 @@ def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_pat
     for args in ([flag(name), "1"], [f"{flag(name)}=1"], [f"--no-{name.replace('_', '-')}"]):
         with pytest.raises(InvalidArgument, match=f"^{args[0].partition('=')[0]}: {words}"):
             serve_m(*args)
+    for joined in ("-O3", "-O.mode=3") if name == "O" else ():
+        with pytest.raises(InvalidArgument, match=f"^-O: {words}"):
+            serve_m(joined)
     if name == "model":  # a key of ours, and the first argument of LLM
         return
     key = name.replace("_", "-")

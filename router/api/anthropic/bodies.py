@@ -113,7 +113,9 @@ Block = Annotated[
     Discriminator(
         _block_tag,
         custom_error_type="block",
-        custom_error_message="must be a block of type text, thinking, tool_use or tool_result",
+        custom_error_message=(
+            "must be a block of type text, search_result, thinking, tool_use or tool_result"
+        ),
     ),
 ]
 

@@ -85,6 +85,8 @@ def test_a_stream_can_be_closed_while_another_thread_waits_for_its_next_delta() 
         assert ended.is_set()
         with pytest.raises(Cancelled, match="another thread has closed the stream"):
             reading.result(WAIT)
+        with pytest.raises(Cancelled):  # also between two deltas
+            pool.submit(next, stream).result(WAIT)
     stream.close()
     assert list(stream) == []
     loop.stop()

@@ -336,7 +336,7 @@ RESPONSES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("truncation", "text", ("oldest",)),
     ("metadata", "object", ({"a": 1},)),
 ]
-UNKNOWN = ("temprature", "function", "logits_processors", "mm_processor_kwargs")
+UNKNOWN = ("temprature", "function", "logits_processors", "max_new_token")
 
 
 def by_field() -> Iterator[Case]:

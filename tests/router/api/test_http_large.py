@@ -194,7 +194,7 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
                 "messages": [{"role": "assistant", "tool_calls": [CALL | {"id": "x" * 16}] * 40}]
                 * 100
             },
-            "chat._check_tool_name",
+            "chat._check_call_id",
         ),
         (TEXT, {"prompt": [1] * 100_000}, "prepare.check_token_ids"),
         (

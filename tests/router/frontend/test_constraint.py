@@ -140,6 +140,11 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ({"grammar": 'main ::= "a"'}, "constraint.grammar", "No 'root' rule found"),
         ({"grammar": 'root ::= "a" %'}, "constraint.grammar", "GBNF .*: Expected name at line 1"),
         ({"grammar": 'root ::= "\\'}, "constraint.grammar", "GBNF"),
+        (
+            {"grammar": r'root ::= "\ud800"'},
+            "constraint.grammar",
+            r"GBNF .*\\ud800 is no character",
+        ),
         ({"grammar": "root ::= " + "(" * 100_000}, "constraint.grammar", "GBNF .*recursion"),
         ({"grammar": f"root ::= {'|' * 100_000}"}, "constraint.grammar", "too large once"),
     ],
@@ -198,8 +203,9 @@ SQL = """
         ('root ::= "(" root ")" | [a-z]{2,3}', ["ab", "((abc))"], ["(ab", "a", "abcd"]),
         ('root-rule::="b"\r\nroot ::= "a::=" root-rule?', ["a::=", "a::=b"], ["b"]),
         ('start: "a ::= b" // no rule', ["a ::= b"], ["a", "b"]),
+        (r'root ::= "d\u00e9\x41" [\u0410-\u042F\x2d]', ["déAЖ", "déA-"], ["déA", "d\ue9ca"]),
     ],
-    ids=["vLLM", "recursive", "no spaces", "Lark"],
+    ids=["vLLM", "recursive", "no spaces", "Lark", "escapes"],
 )
 async def test_a_grammar_in_gbnf_is_converted(
     grammar: str, good: list[str], bad: list[str]

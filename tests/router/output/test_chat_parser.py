@@ -386,7 +386,16 @@ CALLS: list[tuple[str, str, Read]] = [
             MINIMAX.replace('"now"', '""'),
         )
     ),
-    ("deepseek_v32", f"I look.{DEEPSEEK_V32}", ("I look.", "", INVOKED)),
+    (
+        "deepseek_v32",
+        f"I look.{DEEPSEEK_V32}",
+        ("I look.", "", [("weather", {"city": "Köln", "days": 3}), ("now", {})]),
+    ),
+    (
+        "deepseek_v32",
+        DEEPSEEK_V32.replace(">3<", ">three<"),
+        ("", "", [("weather", {"city": "Köln", "days": "three"}), ("now", {})]),
+    ),
     (
         "olmo3",
         "I look.<function_calls>\nweather(\n  city='Köln')\nnow()\n</function_calls>",
@@ -447,17 +456,10 @@ REASONED: list[
         "",
     ),
     (
-        "<think></think><answer>",
-        "<think>\nHm.\n</think>\n<answer>\nHi.\n</answer>",
-        False,
-        "Hi.",
-        "Hm.",
-    ),
-    (
-        r"<think></think><response>\n",
-        "<think>\nHm.\n</think>\n\n<response>\nHi.\n</response>\n",
-        False,
-        "Hi.",
+        "<|inner_prefix|><|tools_prefix|>",
+        '<|inner_prefix|>Hm.<|tools_prefix|>[{"now": {}}]<|tools_suffix|>',
+        True,
+        "",
         "Hm.",
     ),
     (
