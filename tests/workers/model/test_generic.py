@@ -357,6 +357,17 @@ def test_names_of_weights_may_lack_their_first_part(tmp_path: Path) -> None:
     assert checks.tokens_alone(load(folder)) == expected
 
 
+def test_a_stored_head_is_used_beside_names_that_lack_their_first_part(tmp_path: Path) -> None:
+    """Though the config ties it: the embedding is found by its shorter name."""
+    folder = make_tiny_decoder(tmp_path, "gpt2")
+    path = folder / "model.safetensors"
+    bare = {name.removeprefix("transformer."): each for name, each in load_file(path).items()}
+    bare["lm_head.weight"] = bare["wte.weight"].roll(1, 0)
+    save_file(bare, path, {"format": "pt"})
+    runner = checks.load_generic(folder)
+    assert checks.logit_difference(reference(folder), runner, (63,)) <= checks.TOLERANCE
+
+
 def test_ours_is_taken_where_there_is_one(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     assert open_checkpoint(folder).config.transformers is None

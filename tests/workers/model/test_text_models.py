@@ -110,6 +110,42 @@ def test_checkpoints_may_have_the_names_of_transformers_modules(
     assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "model_impl", "has_new_names"),
+    [
+        ("mistral3", "auto", True),
+        ("mistral3", "transformers", False),
+        ("mistral3", "transformers", True),
+        ("lfm2_vl", "transformers", False),
+        ("qwen2_5_vl", "auto", False),
+        ("hunyuan_vl", "auto", False),
+    ],
+)
+def test_a_stored_head_is_used_though_the_config_ties_it(
+    tmp_path: Path, kind: str, model_impl: str, has_new_names: bool
+) -> None:
+    """With a config that ties it in the fields of the text model, too."""
+    folder = make_tiny_multimodal(tmp_path, kind, tie_word_embeddings=True)
+    tie = {"tie_word_embeddings": True} | ({"tie_embedding": True} if kind == "lfm2_vl" else {})
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change_config(folder, **tie, text_config=text | tie)
+    if has_new_names:
+        change_names(folder, {"language_model.model.": "model.language_model."})
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    is_old = embedding.startswith("language_model.")
+    head = "language_model.lm_head.weight" if is_old else "lm_head.weight"
+    assert head not in tensors
+    save_file(tensors | {head: tensors[embedding].clone()}, path)
+    tied = load(folder, model_impl=model_impl)
+    assert tied.config.tie_word_embeddings
+    save_file(tensors | {head: tensors[embedding].roll(1, 0)}, path)
+    runner = load(folder, model_impl=model_impl)
+    assert checks.logit_difference(reference(folder), runner, (63,)) <= checks.TOLERANCE
+    assert checks.tokens_alone(runner, 1) != checks.tokens_alone(tied, 1)
+
+
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
 def test_a_text_model_alone_may_have_the_names_of_the_multimodal_model(
     tmp_path: Path, model_impl: str
