@@ -165,6 +165,22 @@ def test_weights_of_encoders_are_not_read(tmp_path: Path, model_impl: str) -> No
     assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "hunyuan_vl"])
+def test_a_config_without_text_config_is_that_of_a_text_model_too(
+    tmp_path: Path, kind: str
+) -> None:
+    """As published: the fields of the text model are beside vision_config."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("only a newer transformers has this type")
+    folder = make_tiny_multimodal(tmp_path, kind)
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields.pop("text_config") | fields))
+    expected = open_checkpoint(folder).config.text_model_of
+    assert expected == MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]
+    assert text_model_of(read_fields(folder)) == expected
+
+
 def test_fields_that_text_config_leaves_out_have_transformers_defaults(tmp_path: Path) -> None:
     folder = make_tiny_multimodal(tmp_path, "gemma3")
     text = json.loads((folder / "config.json").read_text())["text_config"]
@@ -284,6 +300,21 @@ def test_a_type_is_refused_in_one_line(tmp_path: Path, kind: str, line: str) -> 
     with pytest.raises(CheckpointError) as caught:
         parse_model_config(read_fields(tmp_path))
     assert str(caught.value) == f"config.json: {line}"
+
+
+def test_the_sparse_attention_of_minimax_m3_is_refused(tmp_path: Path) -> None:
+    kind = "minimax_m3_vl"
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("only a newer transformers has this type")
+    text = CONFIG_MAPPING[kind]().to_dict()["text_config"] | {
+        "layer_types": None,
+        "num_hidden_layers": 2,
+        "mlp_layer_types": None,
+        "sparse_attention_config": {"sparse_attention_freq": [0, 1]},
+    }
+    write_config(tmp_path, kind, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, text_config=text)
+    with pytest.raises(CheckpointError, match="layer_types: 'minimax_m3_sparse' is not supported"):
+        parse_model_config(read_fields(tmp_path))
 
 
 @pytest.mark.parametrize("package", ["PIL", "timm", "scipy"])
