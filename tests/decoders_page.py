@@ -19,6 +19,7 @@ from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
 from tandem.tests.tiny_multimodal import MULTIMODAL
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import reference
+from tandem.workers.model.generic.config import PUBLISHED_NAMES
 from tandem.workers.model.registry import TEXT_MODELS
 
 PAGE: Final = ROOT / "docs" / "transformers.md"
@@ -31,7 +32,8 @@ would run.
 [models.md](models.md) lists the architectures with a file in Tandem. Any other decoder of \
 transformers (tested with {version}) runs through transformers' modelling code. Tandem replaces \
 its attention, so paged KV cache, chunked prefill, prefix cache, KV transfer and tensor \
-parallelism work in the same way.
+parallelism work in the same way. Checkpoints of these names run as transformers' \
+class: {published}.
 
 `model_impl` chooses the code, as in vLLM:
 
@@ -57,7 +59,9 @@ convolutions) compute it with Tandem's kernels. Every rank holds the whole state
 is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
 `context_tokens` to limit the length of answers.
 - Refused, with the reason in one line: states that a layer keeps in another way (RWKV, xLSTM, \
-RecurrentGemma), encoders, attention with a mask of the model (ALiBi).
+RecurrentGemma), encoders, attention with a mask of the model (ALiBi), the sparse attention of \
+MiniMax-M3, and decoders whose code in transformers attends by itself instead of through \
+`AttentionInterface` (Falcon, GPT-J, GPT-Neo, CodeGen, BLOOM, MPT).
 - [Quantised weights](quantization.md) of linear layers keep their form, and `--quantization` \
 rounds them. Stacked experts, the latent projection `kv_b_proj` and weights that transformers' \
 code multiplies by itself must be plain: a checkpoint that quantises them is refused by their \
@@ -118,6 +122,7 @@ def head() -> str:
         version=transformers.__version__,
         most=MAX_TOKENS,
         native=natives,
+        published=", ".join(f"`{old}` ({new})" for old, new in PUBLISHED_NAMES.items()),
         multimodal=", ".join(f"`{kind}`" for kind in sorted(MULTIMODAL)),
     )
 

@@ -89,7 +89,7 @@ _SPARSE: Final = (
         "glm4_moe",
         "gpt_oss",
     ),
-    *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "qwen3_moe"),
+    *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "phimoe", "qwen3_moe"),
 )
 
 _DELTA: Final[dict[str, Any]] = {
@@ -168,6 +168,12 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0, 0.0],
     },
     "gemma4_text": _SHARED | {"global_head_dim": 32},
+    "dbrx": {
+        "max_seq_len": SIZES["max_position_embeddings"],
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        "d_model": SIZES["hidden_size"],
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": _EXPERTS | _LATENT,
     "deepseek_v3": _EXPERTS | _LATENT,
     "glm4_moe_lite": _EXPERTS | _LATENT,

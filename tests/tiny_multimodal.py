@@ -46,7 +46,7 @@ _PLAIN: Final = (
     *("idefics3", "internvl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
     *("llava_onevision", "mistral3", "ovis2", "qianfan_ocr", "qwen2_audio", "qwen3_asr"),
     *("smolvlm", "video_llama_3", "video_llava", "vipllava", "glmasr", "voxtral"),
-    *("moss_transcribe_diarize", "kimi_k25", "minimax_m3_vl", "muse_glimmer"),
+    *("moss_transcribe_diarize", "kimi_k25", "muse_glimmer"),
     *("lfm2_vl", "lfm3_vl", "minicpmv4_6", "qwen3_5", "qwen3_5_moe"),
 )
 

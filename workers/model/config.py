@@ -17,6 +17,8 @@ from ..kv_cache.layout import LayerGeometry
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
 CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 _MAX_SIZE: Final = 2**31 - 1
+# The first config.json of some multimodal models, such as Qwen2-VL, have no text_config.
+_MULTIMODAL: Final = ("text_config", "vision_config", "audio_config")
 # Where transformers 4 and 5 put the text model of a multimodal model, and its names there.
 _TEXT_PREFIXES: Final = (
     ("language_model.model.", "model."),
@@ -220,7 +222,7 @@ def text_model_of(fields: "Fields") -> str:
 
     Returns "" for a text model. Raises CheckpointError.
     """
-    return "" if text_fields(fields) is fields else ", ".join(fields.texts("architectures"))
+    return ", ".join(fields.texts("architectures")) if any(map(fields.has, _MULTIMODAL)) else ""
 
 
 def plain_name(name: str) -> str:

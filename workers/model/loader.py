@@ -170,21 +170,16 @@ def _with_stored_head(
         return config, stored
     untied = with_head(config, is_tied=False)
     head = [part for part, _ in _weight_slices(untied) if part.name not in tied]
-    prefixes = tuple({f"{part.name.rpartition('.')[0]}." for part in head})
-    own = (
-        [name for name in stored if name not in tied and name.startswith(prefixes)]
-        if prefixes
-        else []
-    )
-    embeddings = [
-        name for name, part in tied.items() if part.shape in {each.shape for each in head}
-    ]
+    names = [name for part in head for name in (part.name, *part.other_names)]
+    prefixes = tuple({f"{name.rpartition('.')[0]}." for name in names})
+    own = [each for name, each in stored.items() if name not in tied and name.startswith(prefixes)]
+    embeddings = [part for part in tied.values() if part.shape in {each.shape for each in head}]
     if not own or not embeddings:
         return config, stored
-    if embeddings[0] not in stored:
-        return config, {**stored, embeddings[0]: stored[own[0]]}
-    is_copy = all(_is_equal(stored[name], stored[embeddings[0]]) for name in own)
-    return (config if is_copy else untied), stored
+    embedding = _find(embeddings[0], stored)
+    if embedding is None:
+        return config, {**stored, embeddings[0].name: own[0]}
+    return (config if all(_is_equal(each, embedding) for each in own) else untied), stored
 
 
 def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:

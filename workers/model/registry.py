@@ -281,7 +281,11 @@ def with_head(config: ModelConfig, *, is_tied: bool) -> ModelConfig:
     """Returns the config of the model with a head that is, or is not, tied to the embedding."""
     fields = config.transformers
     if fields is not None:
-        fields = {**fields, "tie_word_embeddings": is_tied}
+        tie = dict.fromkeys(("tie_word_embeddings", "tie_embedding"), is_tied)  # the latter: LFM2
+        text = fields.get("text_config")
+        # Some multimodal models of transformers take the value of their text model.
+        nested = {"text_config": {**text, **tie}} if isinstance(text, dict) else {}
+        fields = {**fields, **tie, **nested}
     return replace(config, tie_word_embeddings=is_tied, transformers=fields)
 
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.proto.limits import MAX_TOKENS
 from tandem.tests.decoders_page import PAGE, head
-from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny import SIZES, make_tiny_model
 from tandem.tests.tiny_decoders import DECODERS, STATEFUL, make_tiny_decoder
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.engine_runs import (
@@ -41,6 +41,7 @@ from tandem.workers.model.footprint import (
     kv_layout,
     sequence_memory,
 )
+from tandem.workers.model.generic.config import PUBLISHED_NAMES
 from tandem.workers.model.generic.context import read_context_tokens
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.loader import open_checkpoint
@@ -213,7 +214,11 @@ def change_config(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("bloom", "of them attend|cannot be traced"),
+        *((kind, "of them attend|cannot be traced") for kind in ("bloom", "mpt")),
+        ("codegen", "0 of them attend through transformers' AttentionInterface"),
+        ("falcon", "architectures: transformers' Falcon.* attends without AttentionInterface"),
+        ("gptj", "architectures: transformers' GPTJ.* attends without AttentionInterface"),
+        ("gpt_neo", "architectures: transformers' GPTNeo.* attends without AttentionInterface"),
         ("whisper", "models with an encoder are not supported"),
     ],
 )
@@ -346,6 +351,60 @@ def test_a_model_without_a_plan_is_for_one_rank(tmp_path: Path) -> None:
         check_config_split(config, 2)
 
 
+@pytest.mark.parametrize("published", sorted(PUBLISHED_NAMES))
+def test_a_checkpoint_may_have_its_publishers_name_of_the_class(
+    tmp_path: Path, published: str
+) -> None:
+    kind = {
+        "BailingMoeV3ForCausalLM": "bailing_hybrid",
+        "ExaoneMoEForCausalLM": "exaone_moe",
+        "InternLM3ForCausalLM": "internlm3",
+        "IQuestCoderForCausalLM": "iquestcoder",
+        "PhiMoEForCausalLM": "phimoe",
+    }[published]
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no {kind}")
+    folder = make_tiny_decoder(tmp_path, kind)
+    change_config(folder, architectures=[published])
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.config.architecture == PUBLISHED_NAMES[published]
+    checks.check_decoder(folder, checkpoint, whole=False)
+
+
+def test_another_model_that_shares_a_model_type_is_refused(tmp_path: Path) -> None:
+    if "bailing_hybrid" not in DECODERS:
+        pytest.skip("this release of transformers has no bailing_hybrid")
+    folder = make_tiny_decoder(tmp_path, "bailing_hybrid")
+    change_config(folder, architectures=["BailingMoeV2_5ForCausalLM"])
+    with pytest.raises(CheckpointError, match=r"architectures: 'BailingMoeV2_5.* is no decoder"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("original", [64, SIZES["max_position_embeddings"]])
+def test_phimoe_takes_the_long_factors_if_its_context_is_longer(
+    tmp_path: Path, original: int
+) -> None:
+    """For every prompt. transformers always takes the short factors: here they are the long ones.
+
+    Its scale depends on the length of the prompt.
+    """
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": original,
+        "long_factor": [1.0 + index for index in range(8)],
+        "short_factor": [1.0 + 0.1 * index for index in range(8)],
+        "long_mscale": 1.3,
+        "short_mscale": 1.1,
+    }
+    folder = make_tiny_decoder(tmp_path, "phimoe", rope_parameters=rope)
+    runner = load(folder)
+    if original == 64:
+        rope |= {"short_factor": rope["long_factor"], "short_mscale": rope["long_mscale"]}
+        change_config(folder, rope_parameters=rope)
+    assert checks.logit_difference(reference(folder), runner) <= checks.TOLERANCE
+
+
 def test_names_of_weights_may_lack_their_first_part(tmp_path: Path) -> None:
     """As those of GPT-2 on the hub."""
     folder = make_tiny_decoder(tmp_path, "gpt2")
@@ -355,6 +414,17 @@ def test_names_of_weights_may_lack_their_first_part(tmp_path: Path) -> None:
     assert "wte.weight" in bare
     save_file(bare, path)
     assert checks.tokens_alone(load(folder)) == expected
+
+
+def test_a_stored_head_is_used_beside_names_that_lack_their_first_part(tmp_path: Path) -> None:
+    """Though the config ties it: the embedding is found by its shorter name."""
+    folder = make_tiny_decoder(tmp_path, "gpt2")
+    path = folder / "model.safetensors"
+    bare = {name.removeprefix("transformer."): each for name, each in load_file(path).items()}
+    bare["lm_head.weight"] = bare["wte.weight"].roll(1, 0)
+    save_file(bare, path, {"format": "pt"})
+    runner = checks.load_generic(folder)
+    assert checks.logit_difference(reference(folder), runner, (63,)) <= checks.TOLERANCE
 
 
 def test_ours_is_taken_where_there_is_one(tmp_path: Path) -> None:

@@ -110,6 +110,42 @@ def test_checkpoints_may_have_the_names_of_transformers_modules(
     assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "model_impl", "has_new_names"),
+    [
+        ("mistral3", "auto", True),
+        ("mistral3", "transformers", False),
+        ("mistral3", "transformers", True),
+        ("lfm2_vl", "transformers", False),
+        ("qwen2_5_vl", "auto", False),
+        ("hunyuan_vl", "auto", False),
+    ],
+)
+def test_a_stored_head_is_used_though_the_config_ties_it(
+    tmp_path: Path, kind: str, model_impl: str, has_new_names: bool
+) -> None:
+    """With a config that ties it in the fields of the text model, too."""
+    folder = make_tiny_multimodal(tmp_path, kind, tie_word_embeddings=True)
+    tie = {"tie_word_embeddings": True} | ({"tie_embedding": True} if kind == "lfm2_vl" else {})
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change_config(folder, **tie, text_config=text | tie)
+    if has_new_names:
+        change_names(folder, {"language_model.model.": "model.language_model."})
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    is_old = embedding.startswith("language_model.")
+    head = "language_model.lm_head.weight" if is_old else "lm_head.weight"
+    assert head not in tensors
+    save_file(tensors | {head: tensors[embedding].clone()}, path)
+    tied = load(folder, model_impl=model_impl)
+    assert tied.config.tie_word_embeddings
+    save_file(tensors | {head: tensors[embedding].roll(1, 0)}, path)
+    runner = load(folder, model_impl=model_impl)
+    assert checks.logit_difference(reference(folder), runner, (63,)) <= checks.TOLERANCE
+    assert checks.tokens_alone(runner, 1) != checks.tokens_alone(tied, 1)
+
+
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])
 def test_a_text_model_alone_may_have_the_names_of_the_multimodal_model(
     tmp_path: Path, model_impl: str
@@ -127,6 +163,22 @@ def test_weights_of_encoders_are_not_read(tmp_path: Path, model_impl: str) -> No
     expected = checks.tokens_alone(load(folder, model_impl=model_impl))
     change_names(folder, {"vision_tower.": None, "multi_modal_projector.": None})
     assert checks.tokens_alone(load(folder, model_impl=model_impl)) == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "hunyuan_vl"])
+def test_a_config_without_text_config_is_that_of_a_text_model_too(
+    tmp_path: Path, kind: str
+) -> None:
+    """As published: the fields of the text model are beside vision_config."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("only a newer transformers has this type")
+    folder = make_tiny_multimodal(tmp_path, kind)
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields.pop("text_config") | fields))
+    expected = open_checkpoint(folder).config.text_model_of
+    assert expected == MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]
+    assert text_model_of(read_fields(folder)) == expected
 
 
 def test_fields_that_text_config_leaves_out_have_transformers_defaults(tmp_path: Path) -> None:
@@ -248,6 +300,21 @@ def test_a_type_is_refused_in_one_line(tmp_path: Path, kind: str, line: str) -> 
     with pytest.raises(CheckpointError) as caught:
         parse_model_config(read_fields(tmp_path))
     assert str(caught.value) == f"config.json: {line}"
+
+
+def test_the_sparse_attention_of_minimax_m3_is_refused(tmp_path: Path) -> None:
+    kind = "minimax_m3_vl"
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("only a newer transformers has this type")
+    text = CONFIG_MAPPING[kind]().to_dict()["text_config"] | {
+        "layer_types": None,
+        "num_hidden_layers": 2,
+        "mlp_layer_types": None,
+        "sparse_attention_config": {"sparse_attention_freq": [0, 1]},
+    }
+    write_config(tmp_path, kind, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, text_config=text)
+    with pytest.raises(CheckpointError, match="layer_types: 'minimax_m3_sparse' is not supported"):
+        parse_model_config(read_fields(tmp_path))
 
 
 @pytest.mark.parametrize("package", ["PIL", "timm", "scipy"])

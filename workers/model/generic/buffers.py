@@ -7,6 +7,7 @@ context uses the long factors for all sequences, as in vLLM.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, Final
 
 import torch
@@ -35,6 +36,29 @@ def fix_rope(model: PreTrainedModel, fields: Fields) -> None:
         if kind in _CHANGING:
             module.changing_rope_type = kind
             module.rope_type = "default"
+        if hasattr(module, "rope_init_fn"):
+            _fix_phimoe(module)
+
+
+def _fix_phimoe(module: Any) -> None:
+    """Makes PhiMoE's rotary embedding take its frequencies from its buffer, as the others do.
+
+    By itself it computes them in each call, always with LongRoPE's short factors, and takes a scale
+    by the longest sequence of the batch.
+    """
+    parameters = module.config.rope_parameters
+    if parameters["rope_type"] == "longrope":
+        name = "long_mscale" if _is_long(module.config) else "short_mscale"
+        module.attention_scaling = parameters[name]
+        module.config = deepcopy(module.config)
+        module.config.rope_parameters["rope_type"] = "default"  # has no scale by length
+    module.rope_init_fn = lambda config: (module.inv_freq, module.attention_scaling)
+
+
+def _is_long(config: Any) -> bool:
+    """Returns True if a model with LongRoPE has a longer context than its original one."""
+    original = config.rope_parameters["original_max_position_embeddings"]
+    return bool(config.max_position_embeddings > original)
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -53,9 +77,10 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     model.initialize_weights()  # type: ignore[no-untyped-call]
     for module, kind in _changing(model):
         module.rope_type = "default"
-        original = module.config.rope_parameters.get("original_max_position_embeddings")
-        if kind == "longrope" and module.config.max_position_embeddings > original:
-            frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=original + 1)
+        if kind == "longrope" and _is_long(module.config):
+            frequencies, _ = ROPE_INIT_FUNCTIONS[kind](
+                module.config, device, seq_len=module.config.max_position_embeddings
+            )
             module.inv_freq.copy_(frequencies)
 
 

@@ -28,7 +28,7 @@ from ..quant.unquantized import UnquantizedLinearMethod
 from ..states.steps import StepStates
 from .attention import PagedLayers
 from .buffers import fill_buffers
-from .config import context_tokens_of
+from .config import architecture_of, context_tokens_of
 from .definition import build_on_meta
 from .experts import use_packed_experts
 from .fused import use_kernels
@@ -281,7 +281,7 @@ def parse_transformers_config(fields: Fields) -> ModelConfig:
         has_plan = TpPlan(decoder.model, TensorParallel(size=2)) is not None
     except ValueError:
         has_plan = False
-    (architecture,) = fields.texts("architectures")
+    architecture = architecture_of(fields)
     is_text_model = config is not decoder.model.config
     quantization = parse_quantization(fields)
     return ModelConfig(

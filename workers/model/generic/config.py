@@ -57,6 +57,18 @@ _REFUSED_TYPES: Final = dict.fromkeys(
     "keeps state in a way that is not supported",
 )
 """By model_type of the decoder: why it is refused whatever its other fields are."""
+PUBLISHED_NAMES: Final = {
+    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""By architecture of checkpoints that have another name for a class of transformers: that class.
+
+A table, because a model_type alone does not tell the class: BailingMoeV2_5ForCausalLM, another
+model, shares that of BailingMoeV3ForCausalLM.
+"""
 _STATE: Final = re.compile(
     r"\b(conv_states?|recurrent_states?|ssm_states?|cache_params)\b|\b_is_stateful = True"
 )
@@ -70,7 +82,7 @@ def read_config(fields: Fields) -> PreTrainedConfig:
     its own.
     """
     config = _parse(fields)
-    (architecture,) = fields.texts("architectures")
+    architecture = architecture_of(fields)
     if architecture not in (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type),
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type),
@@ -83,9 +95,9 @@ def read_config(fields: Fields) -> PreTrainedConfig:
     if text.model_type in _REFUSED_TYPES:
         name = "model_type" if text is config else "text_config.model_type"
         raise fields.error(name, f"{text.model_type!r} {_REFUSED_TYPES[text.model_type]}")
-    for name, sub_config in config.sub_configs.items():
+    for name in config.sub_configs:
         found = getattr(config, name, None)
-        if text is config and found is not None and sub_config is not None:
+        if text is config and getattr(found, "model_type", None):  # else a part of this decoder
             raise fields.error(name, f"transformers' {architecture} has no text model of its own")
     if keeps_state(text, architecture):
         return config
@@ -95,6 +107,12 @@ def read_config(fields: Fields) -> PreTrainedConfig:
                 "layer_types", f"{kind!r:.40} is not supported, only {', '.join(LAYER_TYPES)}"
             )
     return config
+
+
+def architecture_of(fields: Fields) -> str:
+    """Returns the name that transformers has for the class of a config.json."""
+    (architecture,) = fields.texts("architectures")
+    return PUBLISHED_NAMES.get(architecture, architecture)
 
 
 def keeps_state(config: PreTrainedConfig, architecture: str) -> bool:

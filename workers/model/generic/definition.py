@@ -22,6 +22,7 @@ from .config import (
     ATTENDING,
     MIXING,
     STATELESS,
+    architecture_of,
     invalid,
     keeps_state,
     read_config,
@@ -54,7 +55,7 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
     """
     config = read_config(fields)
     text = text_config(config)
-    model_class: type[PreTrainedModel] = getattr(transformers, fields.texts("architectures")[0])
+    model_class: type[PreTrainedModel] = getattr(transformers, architecture_of(fields))
     try:
         with _building, torch.device("meta"):
             model = model_class._from_config(  # type: ignore[no-untyped-call]
@@ -63,6 +64,9 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
     except ImportError as error:
         raise _missing_package(fields, config, error) from error
     except Exception as error:  # a hostile field may cause any exception
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            problem = f"transformers' {model_class.__name__} attends without AttentionInterface"
+            raise fields.error("architectures", problem) from error
         raise invalid(fields, config, error) from error
     model.eval().requires_grad_(False)
     _keep_float32(model, dtype)
