@@ -16,6 +16,7 @@ import asyncio
 import gc
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -270,6 +271,8 @@ class LLM:
             _stop(self._loop, running)
         del running
         gc.collect()  # the parts of an engine refer to each other
+        if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # other processes may take it
 
     def __enter__(self) -> Self:
         return self

@@ -37,7 +37,10 @@ def open_memory(description: bytes, device: torch.device) -> torch.Tensor:
     if not isinstance(shared, list) or tuple(map(type, shared)) != _TYPES:
         raise ValueError("GPU memory: fields or types of the description are wrong")
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *shared)
+        # torch makes the current stream wait for the work that the owner has queued. Not the stream
+        # of the steps: nothing is read before the owner says that it has written it.
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *shared)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     except RuntimeError as error:
         raise OSError(f"GPU memory cannot be opened: {_first_line(error)}") from error

@@ -176,6 +176,9 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     _check_holds_block(config, "kv_cache_bytes", cache.block)
     _check_holds_block(config, "kv_host_bytes", host.block)
     memory = CudaMemory(config.device, config.memory_share) if config.device != "cpu" else None
+    if memory:
+        # torch keeps the cache of an engine that has ended, and would split it for the weights.
+        memory.release()
     models = _load_models(config, checkpoint, None if group and group.rank else draft, group)
     if group:
         group.connect()

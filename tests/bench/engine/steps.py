@@ -30,6 +30,7 @@ from tandem.workers.model.config import ModelConfig
 from tandem.workers.model.costs.measure import synchronize
 from tandem.workers.model.device import DTYPES
 from tandem.workers.model.footprint import state_tokens
+from tandem.workers.model.kv.gpu import split_scales
 from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.loader import ReadWeight, build_model, load_weights
 from tandem.workers.model.runner import ModelRunner
@@ -248,10 +249,21 @@ def _fill_with_noise(kv: PagedKv) -> None:
             if part.shape == first.shape and index:
                 part.copy_(first)
             elif kv.is_quantized:
-                noise = torch.randn(*part.shape[:-1], geometry.head_dim, generator=generator)
-                part.copy_(quantize(noise, kv.layout.cache_dtype))
+                size = (*part.shape[:-1], geometry.head_dim)
+                noise = torch.randn(size, generator=generator, device=kv.device)
+                _write(part, quantize(noise, kv.layout.cache_dtype), geometry.head_dim)
             else:
                 part.normal_(generator=generator)
+
+
+def _write(part: torch.Tensor, rows: torch.Tensor, head_dim: int) -> None:
+    """Writes quantized rows, each of which has its numbers and then its scale."""
+    if part.is_cuda:  # there the scales of a slot follow all of its numbers
+        numbers, scales = split_scales(part, head_dim)
+        numbers.copy_(rows[..., :head_dim].view(numbers.dtype))
+        scales.copy_(rows[..., head_dim:].contiguous().view(torch.bfloat16)[..., 0])
+    else:
+        part.copy_(rows)
 
 
 def states_for(config: ModelConfig, batch: int) -> int:

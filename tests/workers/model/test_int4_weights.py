@@ -152,10 +152,10 @@ def test_products(product: list[int], group: int, zeros: bool) -> None:
 
 
 def check_products(group: int, *, zeros: bool) -> None:
-    """Few rows and more, not adjacent, with bias and residual."""
+    """No rows, few and more, not adjacent, with bias and residual."""
     method, weight = random_method(64, 256, group, zeros=zeros, bias=True)
     assert method._bias is not None
-    for rows in (1, 7, FEW_ROWS, FEW_ROWS + 1, 100):
+    for rows in (0, 1, 7, FEW_ROWS, FEW_ROWS + 1, 100):
         x = torch.randn(rows, 512).bfloat16().to(DEVICE)[:, :256]
         residual = torch.randn(rows, 64).bfloat16().to(DEVICE)
         expected = x.double() @ weight.t() + method._bias.double()
@@ -163,7 +163,7 @@ def check_products(group: int, *, zeros: bool) -> None:
             (method.apply(x), expected),
             (method.apply(x, residual.clone()), expected + residual.double()),
         ):
-            assert found.dtype is torch.bfloat16
+            assert (found.dtype, found.shape) == (torch.bfloat16, exact.shape)
             assert (found.double() - exact).norm() <= 0.01 * exact.norm()
 
 

@@ -143,7 +143,9 @@ class Int4LinearMethod(PlainLinearMethod):
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if self._plain:
             return self._plain.apply(x, residual)
-        if len(x) > FEW_ROWS:
+        if not len(x):  # a step that samples nothing; torch's kernel fails on a GPU
+            y = x.new_empty(0, self._terms.shape[1])
+        elif len(x) > FEW_ROWS:
             y = functional.linear(x, self.restore(), self._bias)
         else:
             group = x.shape[1] // len(self._terms)
