@@ -354,15 +354,10 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
             end=("]", "<|END_ACTION|>"),
         ),
     ),
-    "lfm2": ChatFormat(  # a demanded call is written in JSON, as models do if they are asked to
-        signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
-        markup=("<|tool_call_start|>", "<|tool_call_end|>"),
-        fields=_calls(r"<\|tool_call_start\|>", "<|tool_call_end|>"),
-        grammar=CallGrammar(
-            begin=("<|tool_call_start|>", "["),
-            between=_LIST_BETWEEN,
-            end=("]", "<|tool_call_end|>"),
-        ),
+    "lfm2": _listed_calls(  # in JSON, as models write them if they are asked to
+        ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
     ),
     "llama3_json": ChatFormat(
         signs=(PYTHON_TAG, '"parameters": dictionary', "'\"parameters\": '"),

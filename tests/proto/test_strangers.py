@@ -12,6 +12,14 @@ from tandem.proto.strangers import StrangerSweep
 from tandem.tests.waits import WAIT
 
 
+async def sweep_until_all_are_forgotten(sweep: StrangerSweep) -> None:
+    sweep.start()
+    async with asyncio.timeout(WAIT):
+        while sweep._known:
+            await asyncio.sleep(0.005)
+    sweep.stop()
+
+
 @pytest.mark.io
 async def test_peers_that_have_left_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while there are few connections."""
@@ -20,11 +28,7 @@ async def test_peers_that_have_left_are_forgotten(monkeypatch: pytest.MonkeyPatc
     sweep = StrangerSweep(4 * most)
     for port in range(most + 1):
         sweep.admit(f"ipv4:192.0.2.1:{port}")
-    sweep.start()
-    async with asyncio.timeout(WAIT):
-        while sweep._known:
-            await asyncio.sleep(0.005)
-    sweep.stop()
+    await sweep_until_all_are_forgotten(sweep)
 
 
 @pytest.mark.io
@@ -49,11 +53,7 @@ async def test_few_open_files_and_a_failed_round_do_not_prevent_sweeps(
     assert sweep.max_connections == limits[0] // 2
     for port in range(num_files + 101):
         sweep.admit(f"ipv4:192.0.2.1:{port}")
-    sweep.start()
-    async with asyncio.timeout(WAIT):
-        while sweep._known:
-            await asyncio.sleep(0.005)
-    sweep.stop()
+    await sweep_until_all_are_forgotten(sweep)
     assert failed[:3] == [True, True, False]
 
 

@@ -40,6 +40,13 @@ def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
+def call_with_result(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a call and its result, as messages of Anthropic's API."""
+    call = {"type": "tool_use", "id": "i", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "i", "content": list(parts)}
+    return [{"role": "assistant", "content": [call]}, *user(result)]
+
+
 # Path, body, field and type.
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     (
@@ -155,17 +162,7 @@ RESULTS: list[tuple[str, dict[str, Any], str]] = [
         {
             "messages": [
                 *user(TEXT),
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {}}],
-                },
-                *user(
-                    {
-                        "type": "tool_result",
-                        "tool_use_id": "i",
-                        "content": [TEXT, {"type": "document"}, {"type": "image"}],
-                    }
-                ),
+                *call_with_result(TEXT, {"type": "document"}, {"type": "image"}),
             ],
             "max_tokens": 4,
         },
@@ -177,20 +174,10 @@ RESULTS: list[tuple[str, dict[str, Any], str]] = [
         {
             "messages": [
                 *user(SEARCH_RESULT),
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {}}],
-                },
-                *user(
-                    {
-                        "type": "tool_result",
-                        "tool_use_id": "i",
-                        "content": [
-                            SEARCH_RESULT,
-                            {"type": "tool_reference", "tool_name": "f"},
-                            {"type": "browser_state"},
-                        ],
-                    }
+                *call_with_result(
+                    SEARCH_RESULT,
+                    {"type": "tool_reference", "tool_name": "f"},
+                    {"type": "browser_state"},
                 ),
             ],
             "max_tokens": 4,
