@@ -41,8 +41,9 @@ class TokenRequest:
     # Of a request that began elsewhere: the ids that its client has of each choice; None for a
     # choice that has ended.
     emitted: tuple[tuple[int, ...] | None, ...] = ()
-    # A worker was lost and the client's stream stands still: workers compute its prompt first.
-    is_resumed: bool = False
+    # The service lost a worker and continues the stream here: workers compute its prompt first.
+    # False for a request that its client resumes with a resume token (router/resume).
+    is_recovery: bool = False
     # Requests with equal texts and a common prefix go to the same worker; "": no such request.
     affinity: str = ""
 
@@ -94,13 +95,17 @@ class TokenSource(Protocol):
     """Generates tokens, as the dispatcher does."""
 
     def generate(
-        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+        self,
+        request: TokenRequest,
+        timeline: inference_pb2.Timeline,
+        cancelled: Collection[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yields the tokens of one request. Only the last delta of a choice has a finish reason.
 
-        The caller may add unwanted choices to `ended`: each is cancelled at its next tokens and has
-        no further delta. The generator ends when all choices have ended; closing it early cancels
-        the request on all workers. `timeline` is complete when it ends, also by an error. Raises a
-        TandemError if the request cannot be continued, DeadlineExceeded at its deadline.
+        `cancelled` is a live collection: the caller adds unwanted choices while the generator runs.
+        Each is cancelled at its next tokens and has no further delta. The generator ends when all
+        choices have ended; closing it early cancels the request on all workers. `timeline` is
+        complete when it ends, also by an error. Raises a TandemError if the request cannot be
+        continued, DeadlineExceeded at its deadline.
         """
         ...

@@ -209,7 +209,7 @@ class GenerationService:
         timeline.request_id = request.request_id
         outputs = OutputProcessor(request, timeline)
         execution = self.telemetry.track(_facts(request), timeline, outputs)
-        deltas = self._source.generate(request.tokens, timeline, outputs.ended)
+        deltas = self._source.generate(request.tokens, timeline, outputs.cancelled)
         return outputs.run(deltas, execution)
 
     async def tokenize(
@@ -217,7 +217,7 @@ class GenerationService:
     ) -> inference_pb2.TokenizeResponse:
         """Returns the token ids of `encode` as a message."""
         ids = await self.encode(request, caller)
-        return await COPYING.run(caller.turn, len(ids), _token_message, ids)
+        return await COPYING.run(caller.fairness_id, len(ids), _token_message, ids)
 
     async def encode(
         self,
@@ -234,7 +234,7 @@ class GenerationService:
         model = self.model(request.model)
 
         async def check_and_encode() -> list[int]:
-            await check_prompt(request.prompt, model, caller.turn)
+            await check_prompt(request.prompt, model, caller.fairness_id)
             return await encode_prompt(
                 request.prompt, model.tokenizer, caller, add_special_tokens=add_special_tokens
             )
@@ -256,9 +256,9 @@ class GenerationService:
         check_count(len(ids), limits.MAX_TOKENS, "ids", "token_ids")
         caller.quota.check_tokens()
         check = partial(check_token_ids, ids, tokenizer.vocab_size, "token_ids")
-        await COPYING.run(caller.turn, len(ids), check)
+        await COPYING.run(caller.fairness_id, len(ids), check)
         caller.quota.take_tokens(len(ids))  # even if the deadline passes during the work
-        text = await before(deadline, tokenizer.detokenize(ids, caller.turn))
+        text = await before(deadline, tokenizer.detokenize(ids, caller.fairness_id))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def detect_watermark(
@@ -278,7 +278,7 @@ class GenerationService:
             raise InvalidArgument("must be a text or token ids", "prompt")
         encoding = inference_pb2.TokenizeRequest(model=request.model, prompt=request.prompt)
         ids = await self.encode(encoding, caller, deadline, add_special_tokens=False)
-        found = await COPYING.run(caller.turn, len(ids), rules.detect, ids)
+        found = await COPYING.run(caller.fairness_id, len(ids), rules.detect, ids)
         return inference_pb2.DetectWatermarkResponse(
             z=found.z, p=found.p, num_tokens=found.num_tokens, num_green=found.num_green
         )
@@ -349,7 +349,7 @@ def _facts(request: PreparedRequest) -> RequestFacts:
         arrived=tokens.arrived,
         began=time.time() - time.monotonic() + tokens.arrived,
         num_prompt=len(submit.token_ids),
-        num_choices=request.num_answers,
+        num_choices=request.num_returned,
         max_tokens=submit.max_tokens,
         model=request.model,
         tenant=tokens.tenant,

@@ -39,11 +39,10 @@ class Caller:
     quota: Quota = field(default_factory=Quota)
 
     @property
-    def turn(self) -> str:
-        """Returns the tenant, or the address of a caller without a key.
+    def fairness_id(self) -> str:
+        """Returns the key by which callers share the CPU threads: the tenant, or else the address.
 
-        Callers take turns by this name when their prompts are tokenized; callers without a key are
-        not one tenant.
+        Callers without a key are not one tenant.
         """
         return self.tenant or self.address
 

@@ -154,7 +154,7 @@ class Attempt:
         """
         num_tokens = len(self._submit.token_ids)
         decode_id = self.placement.decode
-        is_resumed = self.part.is_resumed
+        is_recovery = self.part.is_recovery
         if isinstance(self._opener, SuspendedChoice):
             self._registry.dispatched(decode_id, self.part, 0)
             self._kv = self._opener.kv
@@ -164,17 +164,17 @@ class Attempt:
         if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_COLOCATED
             self._registry.dispatched(
-                decode_id, self.part, num_tokens, decodes=True, is_resumed=is_resumed
+                decode_id, self.part, num_tokens, decodes=True, is_recovery=is_recovery
             )
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
             prefill = self.placement.prefill
             # A stream that stands still does not wait for a third worker.
-            if not is_resumed and (holder := self._registry.find_holder(self.part, prefill)):
+            if not is_recovery and (holder := self._registry.find_holder(self.part, prefill)):
                 self._submit.prefix_holder.CopyFrom(holder)
             fetched = self._submit.prefix_holder.num_tokens
             self._registry.dispatched(
-                prefill, self.part, num_tokens, is_resumed=is_resumed, fetched_tokens=fetched
+                prefill, self.part, num_tokens, is_recovery=is_recovery, fetched_tokens=fetched
             )
             self._registry.dispatched(decode_id, self.part, 0)
         worker_id = self.placement.prefill or decode_id

@@ -27,7 +27,7 @@ class Cause(Enum):
     # The worker drains, and holds the KV cache for another one.
     SUSPENDED = ("suspended", True, False)
     # The model computed NaN or infinity. A second report of the same request ends it. It has not
-    # harmed the worker, so it is no candidate of the PoisonGuard.
+    # harmed the worker, so it is no suspect of the PoisonGuard.
     NOT_FINITE = ("not_finite", True, False)
     # The worker cannot serve the request, by its own fault.
     UNABLE = ("unable", True, False)

@@ -70,7 +70,10 @@ class Dispatcher:
         self._closed = False
 
     def generate(
-        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+        self,
+        request: TokenRequest,
+        timeline: inference_pb2.Timeline,
+        cancelled: Collection[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yields the tokens of one request, see TokenSource.
 
@@ -80,7 +83,7 @@ class Dispatcher:
         wake = Wakeup()
         execution = RequestExecution(
             request,
-            ended,
+            cancelled,
             send=partial(self._send, wake),
             registry=self._registry,
             timer=RequestTimer(request, timeline, self._metrics, self._clock),

@@ -69,7 +69,7 @@ class RequestExecution:
     def __init__(
         self,
         request: TokenRequest,
-        ended: Collection[int],
+        cancelled: Collection[int],
         *,
         send: Submitter,
         registry: WorkerRegistry,
@@ -79,7 +79,7 @@ class RequestExecution:
         wake: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller may add unwanted choices to `ended`.
+        """The caller may add unwanted choices to `cancelled` at any time.
 
         All requests of the router share `poison_guard`. `wake` is called when parked choices may be
         able to continue, and by `fail`; it must set the event that `run` gets.
@@ -87,7 +87,7 @@ class RequestExecution:
         self._request = request
         self._num_choices = request.submit.num_choices
         self._is_beam = request.has_beam_search
-        self._ended = ended
+        self._cancelled = cancelled
         self._send = send
         self._registry = registry
         self._timer = timer
@@ -167,7 +167,7 @@ class RequestExecution:
                 is_over = self.done
                 error = self._error
                 for delta in self._output.take():
-                    if delta.choice not in self._ended:
+                    if delta.choice not in self._cancelled:
                         yield delta
                 if error is not None:
                     raise error
@@ -231,7 +231,7 @@ class RequestExecution:
         """Returns the choices that run or wait for a worker."""
         running = {choice for attempt in self._attempts for choice in attempt.choices}
         parked = {choice for interruption in self._parked for choice in interruption.choices}
-        return (running | parked) - set(self._ended)
+        return (running | parked) - set(self._cancelled)
 
     def _first_choices(self) -> list[int]:
         """Returns the choices to start: all that have not ended elsewhere."""
@@ -263,7 +263,7 @@ class RequestExecution:
         for attempt in self._attempts:  # replays are appended meanwhile
             while True:
                 for delta in attempt.poll():
-                    if delta.choice in self._ended:
+                    if delta.choice in self._cancelled:
                         attempt.drop(delta.choice)
                     elif new := self._without_known(delta):
                         self._emitted[new.choice] += new.ids
@@ -310,7 +310,7 @@ class RequestExecution:
             self._registry.place,
             part,
             colocated=lost >= MAX_TRANSFERS_LOST,
-            is_resumed=part.is_resumed,
+            is_recovery=part.is_recovery,
         )
         avoided = self._avoided_now()
         placement = self._poison_guard.place(self, find, avoided | self._not_finite_workers)
@@ -384,8 +384,8 @@ class RequestExecution:
     def _may_decode(self, attempt: Attempt) -> bool:
         """Returns True if the attempt's decode worker may get the KV cache.
 
-        Usually it gets it while the prompt is still computed. For a candidate it gets it only
-        afterwards, since its solo run there keeps other candidates waiting.
+        Usually it gets it while the prompt is still computed. For a suspect it gets it only
+        afterwards, since its solo run there keeps other suspects waiting.
         """
         if self not in self._poison_guard:
             return True
@@ -394,7 +394,7 @@ class RequestExecution:
     def _end_solo_runs(self) -> None:
         """Ends the solo run at a worker where the request is proven.
 
-        Once it is proven everywhere, it is no candidate any more.
+        Once it is proven everywhere, it is no suspect any more.
         """
         unproven = {
             worker for each in self._attempts if (worker := each.unproven_worker) is not None
@@ -447,12 +447,12 @@ class RequestExecution:
             raise InternalError(_NOT_FINITE)
 
     def _count_crash(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Makes the request a candidate after a crash.
+        """Makes the request a suspect after a crash.
 
         If nothing else can be at fault, blocks requests like it and raises InternalError.
         """
         self._num_crashes += 1
-        if interruption.choices - set(self._ended) and self._poison_guard.count_crash(
+        if interruption.choices - set(self._cancelled) and self._poison_guard.count_crash(
             self, interruption.worker, self._wake, is_proven=attempt.is_proven
         ):
             self._poison_guard.blocked_prompts.block(self._request)
@@ -489,19 +489,19 @@ class RequestExecution:
 
     def _check_wait(self, parked: Interruption) -> None:
         """Raises Unavailable or Overloaded if choices have waited too long for a worker."""
-        is_candidate = self in self._poison_guard
+        is_suspect = self in self._poison_guard
         is_unable = parked.cause is Cause.UNABLE
         error = Unavailable(parked.unable if is_unable else self._registry.unavailable_message)
-        if not any(self._emitted) and not is_candidate:
+        if not any(self._emitted) and not is_suspect:
             if parked.cause is Cause.FULL:
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
             if is_unable:
                 raise error
         if self._clock() < parked.until:
             return
-        if not is_candidate or self._registry.place(self._request, self._avoided_now()) is None:
+        if not is_suspect or self._registry.place(self._request, self._avoided_now()) is None:
             raise error
-        # A candidate waits for its solo run, not for a worker.
+        # A suspect waits for its solo run, not for a worker.
         parked.until = self._clock() + self._park_seconds
         self._give_up |= dict.fromkeys(parked.choices, parked.until)
 
@@ -515,7 +515,7 @@ class RequestExecution:
                 return parked.choices
             attempt.abandon(parked.choices)
             parked.attempt = None
-        choices = parked.choices - set(self._ended)
+        choices = parked.choices - set(self._cancelled)
         if suspended is not None:
             if (
                 choices

@@ -10,22 +10,22 @@ from ..scheduling.policy import Placement
 from .blocked_prompts import BlockedPrompts
 
 SOLO_RUN_SECONDS: Final = 15.0
-"""How long a first solo run, such as one of a very long prompt, keeps other candidates away."""
+"""How long a first solo run, such as one of a very long prompt, keeps other suspects away."""
 
 _MAX_WAITING: Final = 3
-"""Candidates that wait for one worker before others go elsewhere. The worker has most of their
+"""Suspects that wait for one worker before others go elsewhere. The worker has most of their
 prompts cached, and to compute a prompt elsewhere takes about as long as three such solo runs.
 """
 
 _REPORT_SECONDS: Final = 1.0
 """Within this time all requests of a crashed worker report the crash. A later report may make a
-request a candidate in vain.
+request a suspect in vain.
 """
 
 
 @dataclass(slots=True, eq=False)
-class _Candidate:
-    """Holds the state of one candidate."""
+class _Suspect:
+    """Holds the state of one suspect."""
 
     wake: Callable[[], object]
     crashes: set[tuple[str, int]] = field(default_factory=set)  # workers it may have crashed
@@ -37,24 +37,24 @@ class _Candidate:
     def ends(self) -> float:
         """When its solo run keeps others away no more.
 
-        The time doubles with each crash, so even a slow candidate is alone at last.
+        The time doubles with each crash, so even a slow suspect is alone at last.
         """
         return self.since + SOLO_RUN_SECONDS * 2.0 ** (len(self.crashes) - 1)
 
 
 class PoisonGuard:
-    """Makes the requests of a crashed worker candidates, and tries each of them alone.
+    """Makes the requests of a crashed worker suspects, and tries each of them alone.
 
-    After a crash any of the worker's requests may be at fault, or none. Each becomes a candidate
-    and continues in a solo run: no other candidate is at its worker until it is proven there.
-    Requests that are no candidates run there as well. If a worker crashes in a solo run, the
-    candidate is blocked; all others lose only time. Solo runs at different workers are parallel.
+    After a crash any of the worker's requests may be at fault, or none. Each becomes a suspect
+    and continues in a solo run: no other suspect is at its worker until it is proven there.
+    Requests that are no suspects run there as well. If a worker crashes in a solo run, the
+    suspect is blocked; all others lose only time. Solo runs at different workers are parallel.
 
     A request that crashes its workers costs two of them in every case. A harmless request is
     blocked only if something else crashes its second worker during its solo run, which takes tenths
     of a second in most cases.
 
-    Several candidates at one worker (a bisection) would cost more workers. A long decode proves
+    Several suspects at one worker (a bisection) would cost more workers. A long decode proves
     nothing: a request may crash its worker at a certain length, wherever it continues.
     """
 
@@ -66,17 +66,17 @@ class PoisonGuard:
     ) -> None:
         self.blocked_prompts = blocked_prompts or BlockedPrompts(clock)
         self._clock = clock
-        self._candidates: dict[Hashable, _Candidate] = {}  # the oldest first
-        self._solo_runs: dict[str, dict[Hashable, _Candidate]] = {}  # by worker id
-        # By worker: the candidates on a solo run there when it crashed, and the time.
+        self._suspects: dict[Hashable, _Suspect] = {}  # the oldest first
+        self._solo_runs: dict[str, dict[Hashable, _Suspect]] = {}  # by worker id
+        # By worker: the suspects on a solo run there when it crashed, and the time.
         self._crashes: dict[tuple[str, int], tuple[frozenset[Hashable], float]] = {}
 
-    def __contains__(self, candidate: Hashable) -> bool:
-        return candidate in self._candidates
+    def __contains__(self, suspect: Hashable) -> bool:
+        return suspect in self._suspects
 
     def count_crash(
         self,
-        candidate: Hashable,
+        suspect: Hashable,
         worker: tuple[str, int],
         wake: Callable[[], object],
         *,
@@ -84,9 +84,9 @@ class PoisonGuard:
     ) -> bool:
         """Counts a crash of a worker (id, epoch) that may have begun to compute a request.
 
-        Returns True if only the request can be at fault. Otherwise it becomes a candidate, unless
+        Returns True if only the request can be at fault. Otherwise it becomes a suspect, unless
         another one was on its solo run there and this one is proven there. `wake` is called when
-        the candidate may continue.
+        the suspect may continue.
         """
         now = self._clock()
         self._crashes = {
@@ -96,22 +96,22 @@ class PoisonGuard:
         solo, _ = self._crashes.setdefault(
             worker, (frozenset(self._solo_runs.get(worker[0], ())), now)
         )
-        if solo == {candidate} and not is_proven:
+        if solo == {suspect} and not is_proven:
             return True
-        if not solo or candidate in solo or not is_proven:
-            entry = self._candidates.setdefault(candidate, _Candidate(wake))
+        if not solo or suspect in solo or not is_proven:
+            entry = self._suspects.setdefault(suspect, _Suspect(wake))
             entry.crashes.add(worker)
             if entry.worker_id == worker[0]:
-                self.keep(candidate, ())
+                self.keep(suspect, ())
         return False
 
-    def may_start(self, candidate: Hashable, worker_id: str) -> bool:
-        """Begins the solo run of a candidate at a worker. Returns True if it may compute there.
+    def may_start(self, suspect: Hashable, worker_id: str) -> bool:
+        """Begins the solo run of a suspect at a worker. Returns True if it may compute there.
 
-        It may not while it is on a solo run elsewhere, or another candidate is on one there.
-        Requests that are no candidates always may.
+        It may not while it is on a solo run elsewhere, or another suspect is on one there.
+        Requests that are no suspects always may.
         """
-        entry = self._candidates.get(candidate)
+        entry = self._suspects.get(suspect)
         if entry is None or entry.worker_id == worker_id:
             return True
         if entry.worker_id is not None or self._is_taken(worker_id):
@@ -119,13 +119,13 @@ class PoisonGuard:
             return False
         entry.worker_id = worker_id
         entry.since = self._clock()
-        self._solo_runs.setdefault(worker_id, {})[candidate] = entry
+        self._solo_runs.setdefault(worker_id, {})[suspect] = entry
         entry.refused.clear()
         return True
 
     def place(
         self,
-        candidate: Hashable,
+        suspect: Hashable,
         find: Callable[[Collection[str]], Placement | None],
         avoid: Collection[str],
     ) -> Placement | None:
@@ -136,29 +136,29 @@ class PoisonGuard:
         crowded = set(avoid)
         while (placement := find(crowded)) is not None:
             first = placement.prefill or placement.decode
-            if self.may_start(candidate, first):
+            if self.may_start(suspect, first):
                 return placement
-            num_waiting = sum(first in each.refused for each in self._candidates.values())
+            num_waiting = sum(first in each.refused for each in self._suspects.values())
             if num_waiting <= _MAX_WAITING:
                 return None
             crowded.add(first)
         return None
 
-    def may_ask(self, candidate: Hashable) -> bool:
+    def may_ask(self, suspect: Hashable) -> bool:
         """Returns True if `place` may succeed: not while all workers that refused are busy."""
-        entry = self._candidates.get(candidate)
+        entry = self._suspects.get(suspect)
         if entry is None or not entry.refused:
             return True
         return entry.worker_id is None and not all(map(self._is_taken, entry.refused))
 
-    def look_elsewhere(self, candidate: Hashable) -> None:
-        """Forgets the workers that refused a candidate, since after an event it may use others."""
-        if candidate in self._candidates:
-            self._candidates[candidate].refused.clear()
+    def look_elsewhere(self, suspect: Hashable) -> None:
+        """Forgets the workers that refused a suspect, since after an event it may use others."""
+        if suspect in self._suspects:
+            self._suspects[suspect].refused.clear()
 
-    def waits_until(self, candidate: Hashable) -> float:
-        """Returns the latest time to ask again for a refused candidate; infinity for others."""
-        entry = self._candidates.get(candidate)
+    def waits_until(self, suspect: Hashable) -> float:
+        """Returns the latest time to ask again for a refused suspect; infinity for others."""
+        entry = self._suspects.get(suspect)
         now = self._clock()
         if entry is None or entry.worker_id is not None:
             return math.inf
@@ -168,24 +168,24 @@ class PoisonGuard:
         ]
         return min((end for end in ends if end > now), default=math.inf)
 
-    def keep(self, candidate: Hashable, worker_ids: Collection[str]) -> None:
-        """Ends the solo run of a candidate unless it is at one of these workers; wakes others."""
-        entry = self._candidates.get(candidate)
+    def keep(self, suspect: Hashable, worker_ids: Collection[str]) -> None:
+        """Ends the solo run of a suspect unless it is at one of these workers; wakes others."""
+        entry = self._suspects.get(suspect)
         if entry is None or entry.worker_id is None or entry.worker_id in worker_ids:
             return
         worker_id, entry.worker_id = entry.worker_id, None
-        del self._solo_runs[worker_id][candidate]
+        del self._solo_runs[worker_id][suspect]
         if not self._solo_runs[worker_id]:
             del self._solo_runs[worker_id]
-        for other in self._candidates.values():
-            # The candidate's next worker, or its next choice, may wait for this as well.
+        for other in self._suspects.values():
+            # The suspect's next worker, or its next choice, may wait for this as well.
             if worker_id in other.refused or other is entry:
                 other.wake()
 
-    def leave(self, candidate: Hashable) -> None:
-        """Removes a candidate that is cleared or has ended; wakes others. Idempotent."""
-        self.keep(candidate, ())
-        self._candidates.pop(candidate, None)
+    def leave(self, suspect: Hashable) -> None:
+        """Removes a suspect that is cleared or has ended; wakes others. Idempotent."""
+        self.keep(suspect, ())
+        self._suspects.pop(suspect, None)
 
     def _is_taken(self, worker_id: str) -> bool:
         now = self._clock()

@@ -34,7 +34,7 @@ def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> Token
         request_id=f"{request.request_id}#{choice}",
         submit=submit,
         emitted=(),
-        is_resumed=bool(emitted) and not submit.turn,
+        is_recovery=bool(emitted) and not submit.turn,
     )
 
 

@@ -78,16 +78,16 @@ class FairThreads:
         self._lock = Lock()  # of the queue and both counts
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
-    async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
+    async def run(self, fairness_id: str, size: int, work: Callable[..., _T], *args: object) -> _T:
         """Returns the result of `work` with these arguments; `size` in characters or bytes.
 
-        `turn` names the caller; its tasks run one after another while others wait. Raises any error
-        of `work`, and Overloaded if the queue is full or the result takes too long. If the caller
-        is cancelled, its waiting work does not run.
+        `fairness_id` names the caller, whose tasks run one after another while others wait. Raises
+        any error of `work`, and Overloaded if the queue is full or the result takes too long. If
+        the caller is cancelled, its waiting work does not run.
         """
         result: Future[_T] = Future()
         task = _Task(
-            tenant=turn,
+            tenant=fairness_id,
             priority=0,
             num_tokens=max(size, 1),
             work=partial(work, *args),
@@ -218,14 +218,14 @@ class SizedWork:
     threads: FairThreads | None = None  # None: asyncio's own, without turns
     long_threads: FairThreads | None = None  # from LONG_FROM on; None: the same threads
 
-    async def run(self, turn: str, size: int, work: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `work` with these arguments; `turn`, errors: as FairThreads.run."""
+    async def run(self, fairness_id: str, size: int, work: Callable[..., _T], *args: object) -> _T:
+        """Returns the result of `work` with these arguments; see FairThreads.run."""
         if size < self.thread_from:
             return work(*args)
         threads = self.long_threads if size >= LONG_FROM and self.long_threads else self.threads
         if threads is None:
             return await asyncio.to_thread(work, *args)
-        return await threads.run(turn, size, work, *args)
+        return await threads.run(fairness_id, size, work, *args)
 
 
 PARSING: Final = SizedWork(thread_from=16_384, threads=PARSER)

@@ -41,9 +41,9 @@ from .validation import (
     check_parameters,
     complete_beam_search,
     complete_sampling,
+    count_choices,
+    count_returned,
     most_answer_tokens,
-    num_answers,
-    num_generated,
 )
 
 _BYTES_PER_TOKEN: Final = 4  # of typical text
@@ -107,26 +107,28 @@ async def prepare(
     if request.pooling:
         model.pooling.check()
     slo = find_slo(model.slo, request.service_tier)
-    turn = context.caller.turn
-    await check_prompt(request.prompt, model, turn)
+    fairness_id = context.caller.fairness_id
+    await check_prompt(request.prompt, model, fairness_id)
     admit()
     ids, chat = await _encode_fitting(request, model, context)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
     if not request.prompt.HasField("token_ids"):  # added tokens may lie beyond the embedding
-        await CHECKING.run(turn, len(ids), check_token_ids, ids, tokenizer.vocab_size, "prompt")
-    bad_words = await _encode_bad_words(request.sampling, tokenizer, turn)
+        await CHECKING.run(
+            fairness_id, len(ids), check_token_ids, ids, tokenizer.vocab_size, "prompt"
+        )
+    bad_words = await _encode_bad_words(request.sampling, tokenizer, fairness_id)
     grammar = await _grammar(request, model, context.caller)
     prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stopping = request.stopping
     stop_tokens = _stop_tokens(stopping, tokenizer)
     compiling = _PATTERN_MICROSECONDS * len(stopping.stop_regex)
-    stops = await COMPILING.run(turn, compiling, stop_rules, stopping, stop_tokens)
+    stops = await COMPILING.run(fairness_id, compiling, stop_rules, stopping, stop_tokens)
     submit = _submit(request, model, context.caller, prompt, max_tokens)
     submit.bad_words.extend(bad_words)
     submit.grammar = grammar
-    encode = partial(tokenizer.encode_chat, turn=turn)
+    encode = partial(tokenizer.encode_chat, fairness_id=fairness_id)
     submit.retentions.extend(await find_retentions(request, prompt, encode))
     submit.stop_token_ids.extend(dict.fromkeys((*stopping.stop_token_ids, *stop_tokens)))
     prepared = PreparedRequest(
@@ -142,11 +144,11 @@ async def prepare(
             ends_at=_ends_at(stopping, context),
             affinity=_affinity(request.prompt_cache_key, context.caller),
         ),
-        num_answers=num_answers(request),
+        num_returned=count_returned(request),
         tokenizer=tokenizer,
         stops=stops,
         wants_logprobs=request.HasField("logprobs"),
-        echo=await _echo(request, prompt, tokenizer, turn, is_cut=len(prompt) < len(ids)),
+        echo=await _echo(request, prompt, tokenizer, fairness_id, is_cut=len(prompt) < len(ids)),
         is_empty=max_tokens == 0,
         chat=chat,
         dropped_messages=len(request.prompt.chat.messages) - len(chat.messages) if chat else 0,
@@ -185,12 +187,14 @@ def _model_digest(model: ServedModel, submit: worker_pb2.Submit) -> str:
     return f"{weights} {submit.watermark.SerializeToString(deterministic=True).hex()}"
 
 
-async def check_prompt(prompt: inference_pb2.Prompt, model: ServedModel, turn: str = "") -> None:
-    """Checks the bounds that need no encoding; a long prompt waits for its caller's `turn`.
+async def check_prompt(
+    prompt: inference_pb2.Prompt, model: ServedModel, fairness_id: str = ""
+) -> None:
+    """Checks the bounds that need no encoding; a long prompt waits for a thread, see FairThreads.
 
     Raises InvalidArgument, and Overloaded if too many prompts wait.
     """
-    await CHECKING.run(turn, prompt.ByteSize(), _check_prompt, prompt, model)
+    await CHECKING.run(fairness_id, prompt.ByteSize(), _check_prompt, prompt, model)
 
 
 def _check_prompt(prompt: inference_pb2.Prompt, model: ServedModel) -> None:
@@ -227,10 +231,10 @@ async def encode_prompt(
         if prompt.HasField("text"):
             text = tokenizer.infill(prompt.text, prompt.suffix) if prompt.suffix else prompt.text
             ids = await tokenizer.encode(
-                text, add_special_tokens=add_special_tokens, turn=caller.turn
+                text, add_special_tokens=add_special_tokens, fairness_id=caller.fairness_id
             )
         elif prompt.HasField("chat"):
-            ids = await tokenizer.encode_chat(prompt.chat, caller.turn)
+            ids = await tokenizer.encode_chat(prompt.chat, caller.fairness_id)
         else:
             ids = list(prompt.token_ids.ids)
     except (InvalidArgument, asyncio.CancelledError):  # the work was done
@@ -262,7 +266,7 @@ async def _encode_fitting(
     while low <= high:  # bisection, because each attempt renders the chat
         middle = (low + high) // 2
         shorter = without(chat, parts[:middle])
-        ids = await model.tokenizer.encode_chat(shorter, caller.turn)
+        ids = await model.tokenizer.encode_chat(shorter, caller.fairness_id)
         if len(ids) <= room or middle == len(parts):
             found = ids, shorter
             high = middle - 1
@@ -295,12 +299,12 @@ def _submit(
 
     Raises InvalidArgument if the request cannot have its watermark.
     """
-    num_choices = num_generated(request)
+    num_choices = count_choices(request)
     sampling = complete_sampling(request, model.defaults)
     watermark = None
     if max_tokens > 0:
         watermark = choose_watermark(request, sampling.temperature, model.watermark, caller.tenant)
-    needs_logprobs = request.HasField("logprobs") or num_choices > num_answers(request)
+    needs_logprobs = request.HasField("logprobs") or num_choices > count_returned(request)
     return worker_pb2.Submit(
         request_id=_unique_id(request.request_id),
         token_ids=prompt,
@@ -353,7 +357,7 @@ async def _grammar(
                 "not allowed with a constraint, which determines the end", f"stopping.{name}"
             )
     grammar = await model.grammars.validate(
-        constraint, field, caller.turn, caller.cache_salt, tools
+        constraint, field, caller.fairness_id, caller.cache_salt, tools
     )
     if chat is None or must_call(chat):
         return grammar
@@ -369,12 +373,14 @@ async def _with_calls(
         return grammar
     field = "prompt.chat.tools"
     validate = model.grammars.validate
-    of_calls = await validate(calls.constraint, field, caller.turn, caller.cache_salt, calls.tools)
+    of_calls = await validate(
+        calls.constraint, field, caller.fairness_id, caller.cache_salt, calls.tools
+    )
     try:
         both = inference_pb2.Constraint(grammar=either(of_calls, grammar))
     except ValueError as error:
         raise InvalidArgument(f"{error} to be combined with tools", "constraint") from None
-    return await validate(both, field, caller.turn, caller.cache_salt)
+    return await validate(both, field, caller.fairness_id, caller.cache_salt)
 
 
 def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:
@@ -405,7 +411,7 @@ def _ends_at(stopping: inference_pb2.StoppingParams, context: RequestContext) ->
 
 
 async def _encode_bad_words(
-    sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer, turn: str
+    sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer, fairness_id: str
 ) -> list[inference_pb2.TokenIds]:
     """Encodes each text with and without a leading space.
 
@@ -413,7 +419,9 @@ async def _encode_bad_words(
     """
     texts = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = {}
-    for i, ids in enumerate(await tokenizer.encode_all(texts, add_special_tokens=False, turn=turn)):
+    for i, ids in enumerate(
+        await tokenizer.encode_all(texts, add_special_tokens=False, fairness_id=fairness_id)
+    ):
         check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i // 2}]")
         if ids and max(ids) < tokenizer.vocab_size:  # ids beyond are never generated
             found[tuple(ids)] = None
@@ -473,13 +481,17 @@ async def _echo(
     request: inference_pb2.GenerateRequest,
     prompt: list[int],
     tokenizer: Tokenizer,
-    turn: str,
+    fairness_id: str,
     *,
     is_cut: bool,
 ) -> str:
     if not request.echo:
         return ""
     is_whole_text = request.prompt.HasField("text") and not is_cut
-    echo = request.prompt.text if is_whole_text else await tokenizer.text_of_prompt(prompt, turn)
-    check_echo_size(len(echo) * num_generated(request))
+    echo = (
+        request.prompt.text
+        if is_whole_text
+        else await tokenizer.text_of_prompt(prompt, fairness_id)
+    )
+    check_echo_size(len(echo) * count_choices(request))
     return echo

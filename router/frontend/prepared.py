@@ -27,7 +27,7 @@ class PreparedRequest:
     request_id: str  # as the client knows it
     model: str  # its name
     tokens: TokenRequest
-    num_answers: int  # completions that are answered: the best of the generated ones
+    num_returned: int  # completions that are answered: the best of the generated ones
     tokenizer: Tokenizer
     stops: StopRules
     wants_logprobs: bool  # the client does; best_of needs them without that
@@ -71,7 +71,7 @@ class PreparedRequest:
     @property
     def is_held(self) -> bool:
         """True if nothing is answered before all completions have ended."""
-        return self.tokens.submit.num_choices > self.num_answers or self.tokens.has_beam_search
+        return self.tokens.submit.num_choices > self.num_returned or self.tokens.has_beam_search
 
 
 def resumed(
@@ -85,9 +85,9 @@ def resumed(
     binding = prepared.resume
     assert binding is not None
     if event_id:
-        begun = check_event_id(event_id, binding, prepared.num_answers)
+        begun = check_event_id(event_id, binding, prepared.num_returned)
     else:
-        begun = check_resume(given, binding, prepared.num_answers)
+        begun = check_resume(given, binding, prepared.num_returned)
     is_first = binding.policy.use(begun.answer, begun.num_tokens, "resume")
     tokens = prepared.tokens
     submit = tokens.submit

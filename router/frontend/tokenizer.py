@@ -214,43 +214,46 @@ class Tokenizer:
         )
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, turn: str = ""
+        self, text: str, *, add_special_tokens: bool = True, fairness_id: str = ""
     ) -> list[int]:
         """Returns the token ids of `text`, by default with the tokenizer's own special tokens.
 
-        Long texts wait for the `turn` of their caller (FairThreads.run). Raises InvalidArgument if
+        Long texts wait for a thread, which callers share fairly (FairThreads.run). Raises
+        InvalidArgument if
         the text has too many tokens, and Overloaded if too many texts wait.
         """
-        return await TOKENIZING.run(turn, len(text), self._encode, text, add_special_tokens)
+        return await TOKENIZING.run(fairness_id, len(text), self._encode, text, add_special_tokens)
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, turn: str = ""
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, fairness_id: str = ""
     ) -> list[list[int]]:
-        """Returns the token ids of each text, as `encode` does, in one turn for all texts."""
+        """Returns the token ids of each text, as `encode` does, in one task for all texts."""
 
         def encode() -> list[list[int]]:
             return [self._encode(text, add_special_tokens) for text in texts]
 
-        return await TOKENIZING.run(turn, sum(map(len, texts)), encode)
+        return await TOKENIZING.run(fairness_id, sum(map(len, texts)), encode)
 
-    async def encode_chat(self, chat: inference_pb2.Chat, turn: str = "") -> list[int]:
+    async def encode_chat(self, chat: inference_pb2.Chat, fairness_id: str = "") -> list[int]:
         """Returns the token ids of a checked chat as the model's template renders it.
 
         The ids end with the opening of the assistant's answer, or with the last message if that is
-        to be continued. The chat waits for the `turn` of its caller. Raises InvalidArgument if the
+        to be continued. The chat waits for a thread, see FairThreads. Raises InvalidArgument if the
         model has no chat template, or if the template refuses the messages, renders too many
         characters or takes more than 5 seconds, and Overloaded if too many chats wait.
         """
         # Always in a thread, because the renderer waits for another process.
         num_characters, encode = await _RENDERINGS.run(
-            turn, chat.ByteSize(), self._render_chat, chat
+            fairness_id, chat.ByteSize(), self._render_chat, chat
         )
-        return await TOKENIZING.run(turn, num_characters, encode)
+        return await TOKENIZING.run(fairness_id, num_characters, encode)
 
-    async def detokenize(self, ids: Sequence[int], turn: str = "", field: str = "token_ids") -> str:
+    async def detokenize(
+        self, ids: Sequence[int], fairness_id: str = "", field: str = "token_ids"
+    ) -> str:
         """Returns the text of `ids` with the names of special tokens.
 
-        Long lists wait for the `turn` of their caller. Raises InvalidArgument, which names `field`,
+        Long lists wait for a thread, see FairThreads. Raises InvalidArgument, which names `field`,
         if the text has too many characters.
         """
 
@@ -259,7 +262,7 @@ class Tokenizer:
             check_count(len(text), MAX_RETURNED_CHARACTERS, "characters", field)
             return text
 
-        return await TOKENIZING.run(turn, len(ids), decode)
+        return await TOKENIZING.run(fairness_id, len(ids), decode)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns the text of `ids`, by default without special tokens.
@@ -275,7 +278,7 @@ class Tokenizer:
             (text,) = self._backend.decode_batch([shown], skip_special_tokens=False)
         return text
 
-    async def text_of_prompt(self, ids: Sequence[int], turn: str = "") -> str:
+    async def text_of_prompt(self, ids: Sequence[int], fairness_id: str = "") -> str:
         """Returns the text of `ids` without the special tokens that the tokenizer puts first.
 
         Raises InvalidArgument if the text is too long for `echo`.
@@ -283,7 +286,7 @@ class Tokenizer:
         added = self._added_before
         if list(ids[: len(added)]) == added:
             ids = ids[len(added) :]
-        return await self.detokenize(ids, turn, "echo")
+        return await self.detokenize(ids, fairness_id, "echo")
 
     @cached_property
     def _added_before(self) -> list[int]:

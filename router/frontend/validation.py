@@ -53,8 +53,8 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
     _check_stopping(request)
     if request.echo and request.prompt.HasField("chat"):
         raise InvalidArgument("not allowed with a chat", "echo")
-    if request.best_of and request.best_of < num_answers(request):
-        raise InvalidArgument(f"must be at least n, which is {num_answers(request)}", "best_of")
+    if request.best_of and request.best_of < count_returned(request):
+        raise InvalidArgument(f"must be at least n, which is {count_returned(request)}", "best_of")
     if request.processed_logprobs:
         _check_processed_logprobs(request)
     if request.HasField("beam_search"):
@@ -67,7 +67,7 @@ def _check_processed_logprobs(request: inference_pb2.GenerateRequest) -> None:
     name = "processed_logprobs"
     if not request.HasField("logprobs"):
         raise InvalidArgument("needs logprobs, the number of alternatives to report", name)
-    if num_generated(request) > num_answers(request):
+    if count_choices(request) > count_returned(request):
         raise InvalidArgument(
             "not allowed with best_of above n, which ranks completions by the model's own log "
             "probabilities",
@@ -104,20 +104,20 @@ def check_request_id(request_id: str) -> None:
         raise InvalidArgument("must be printable ASCII", "request_id")
 
 
-def num_answers(request: inference_pb2.GenerateRequest) -> int:
-    """Returns the number of completions that are answered."""
+def count_returned(request: inference_pb2.GenerateRequest) -> int:
+    """Returns the number of choices that the client gets: `n`, by default 1."""
     return request.n or 1
 
 
-def num_generated(request: inference_pb2.GenerateRequest) -> int:
-    """Returns the number of completions that are generated; the best of them are answered."""
-    return request.best_of or num_answers(request)
+def count_choices(request: inference_pb2.GenerateRequest) -> int:
+    """Returns the number of choices to generate: `best_of`, or else `n`."""
+    return request.best_of or count_returned(request)
 
 
 def check_num_sequences(num_prompts: int, request: inference_pb2.GenerateRequest) -> None:
     """Raises InvalidArgument if prompts with checked parameters ask for too many completions."""
     has_no_tokens = request.stopping.HasField("max_tokens") and not request.stopping.max_tokens
-    num_each = max(num_generated(request), request.beam_search.width)
+    num_each = max(count_choices(request), request.beam_search.width)
     if num_each == 1 and (request.pooling or has_no_tokens):
         return  # nothing is generated, and each prompt has one answer
     count = num_prompts * num_each
@@ -142,7 +142,7 @@ def answer_size(request: inference_pb2.GenerateRequest, num_prompt: int, max_tok
         if request.HasField("prompt_logprobs")
         else 0
     )
-    return num_generated(request) * max_tokens * size + num_prompt * prompt_size
+    return count_choices(request) * max_tokens * size + num_prompt * prompt_size
 
 
 def most_answer_tokens(request: inference_pb2.GenerateRequest, num_prompt: int) -> int:

@@ -23,7 +23,7 @@ class OutputProcessor:
 
     def __init__(self, request: PreparedRequest, timeline: inference_pb2.Timeline) -> None:
         """`timeline`: the source fills it in; `run` adds the request id and the tokens."""
-        self.ended: set[int] = set()  # choices that ended here; the source is to cancel them
+        self.cancelled: set[int] = set()  # choices that ended here; the source is to cancel them
         self._request = request
         self._timeline = timeline
         numbers = range(request.tokens.submit.num_choices)
@@ -68,7 +68,7 @@ class OutputProcessor:
             return list(self._reasons.values())
         if self._open:
             return []
-        best = sorted(self._reasons, key=self._rank)[: self._request.num_answers]
+        best = sorted(self._reasons, key=self._rank)[: self._request.num_returned]
         return [self._reasons[number] for number in best]
 
     async def run(
@@ -135,7 +135,7 @@ class OutputProcessor:
             self._open.discard(message.choice)
             self._reasons[message.choice] = message.finish_reason
             if delta.finish_reason == UNFINISHED:
-                self.ended.add(message.choice)
+                self.cancelled.add(message.choice)
 
     def _end_known(self, message: inference_pb2.GenerateResponse) -> None:
         """Ends a choice where its client has its end, if max_time_ms has ended it there.
@@ -205,7 +205,7 @@ class OutputProcessor:
         of_prompt = messages[0].prompt_logprobs[:]
         del messages[0].prompt_logprobs[:]
         ranked = sorted(messages, key=lambda message: self._rank(message.choice))
-        best = ranked[: self._request.num_answers]
+        best = ranked[: self._request.num_returned]
         for number, message in enumerate(best):
             message.choice = number
         best[0].prompt_logprobs.extend(of_prompt)

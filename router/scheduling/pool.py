@@ -126,12 +126,12 @@ class Pool:
         avoid: Collection[str] = (),
         *,
         computes: bool,
-        is_resumed: bool = False,
+        is_recovery: bool = False,
         affinity: str = "",
     ) -> list[str]:
         """Returns the workers that a placement considers, none of them in `avoid`.
 
-        `computes`: they compute the prompt, else they fetch its KV cache. `is_resumed`: the request
+        `computes`: they compute the prompt, else they fetch its KV cache. `is_recovery`: the request
         jumps the queue, so the number of cached tokens decides among the holders. `affinity`: the
         workers that it prefers are considered; finding them takes 1 us for each worker.
         """
@@ -142,7 +142,7 @@ class Pool:
             for worker_id in sampled:  # its estimates may be old
                 self._by_load.put(worker_id, self._load(self._candidate(worker_id)).seconds)
             found = [
-                *self._holders(matched, avoid, computes=computes, is_resumed=is_resumed),
+                *self._holders(matched, avoid, computes=computes, is_recovery=is_recovery),
                 *self._by_load.least(_NUM_LEAST_LOADED, avoid),
                 *self._by_room.least(_NUM_ROOMIEST, avoid),
                 *sampled,
@@ -165,7 +165,7 @@ class Pool:
         ]
 
     def _holders(
-        self, matched: Matches, avoid: Collection[str], *, computes: bool, is_resumed: bool
+        self, matched: Matches, avoid: Collection[str], *, computes: bool, is_recovery: bool
     ) -> list[str]:
         """Returns the best workers that hold the beginning of a prompt."""
         seconds: dict[str, float] = {}
@@ -173,7 +173,7 @@ class Pool:
             if worker_id in self._by_load and worker_id not in avoid:
                 load = self._counted[worker_id].load
                 saved = load.compute_token_seconds if computes else load.move_token_seconds
-                own = 0.0 if is_resumed else load.seconds
+                own = 0.0 if is_recovery else load.seconds
                 seconds[worker_id] = own - saved * num_tokens
         return heapq.nsmallest(_NUM_HOLDERS, seconds, key=seconds.__getitem__)
 

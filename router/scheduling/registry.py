@@ -224,12 +224,12 @@ class WorkerRegistry:
         *,
         prefill: str | None = None,
         colocated: bool = False,
-        is_resumed: bool = False,
+        is_recovery: bool = False,
     ) -> Placement | None:
         """Chooses the workers of an attempt, none of them in `avoid`.
 
         `prefill`: the worker that already holds the KV cache. `colocated`: one worker does prefill
-        and decode. `is_resumed`: the worker computes the prompt before all others except prompts of
+        and decode. `is_recovery`: the worker computes the prompt before all others except prompts of
         other resumed requests; so neither its queue nor its estimated speed count, and the worker
         with the most cached tokens wins. Without a decode worker, a prefill worker does both.
 
@@ -238,7 +238,7 @@ class WorkerRegistry:
         matched = self._look_up(request).matched
         if prefill is not None:  # it may decode by now, and cannot fetch from itself
             avoid = {*avoid, prefill}
-        find = partial(self._candidates, matched, request.affinity, avoid, is_resumed=is_resumed)
+        find = partial(self._candidates, matched, request.affinity, avoid, is_recovery=is_recovery)
         sources: list[Candidate] = []
         local_tokens = 0
         if prefill is not None:
@@ -298,14 +298,14 @@ class WorkerRegistry:
         num_tokens: int,
         *,
         decodes: bool = False,
-        is_resumed: bool = False,
+        is_recovery: bool = False,
         fetched_tokens: int = 0,
     ) -> None:
         """Counts a request that was sent to a worker.
 
         The worker computes `num_tokens` of the prompt, except cached ones and the first
         `fetched_tokens`, which it fetches from a holder. `decodes`: a prefill worker also decodes.
-        `is_resumed`: as for `place`. Call it for the decode worker last, because that releases the
+        `is_recovery`: as for `place`. Call it for the decode worker last, because that releases the
         reservation of the request.
         """
         worker = self._workers.get(worker_id)
@@ -321,7 +321,7 @@ class WorkerRegistry:
                 decodes=decodes,
                 cost=worker.cost,
             )
-            worker.add(request.request_id, used, prefix, is_resumed=is_resumed)
+            worker.add(request.request_id, used, prefix, is_recovery=is_recovery)
             if used.prompt_tokens:
                 cost = self._speeds.prefill_cost(worker.info.role, worker_id)
                 self.prefill_tokens += used.uncached_tokens
@@ -384,14 +384,14 @@ class WorkerRegistry:
         role: "worker_pb2.Role",
         *,
         computes: bool,
-        is_resumed: bool,
+        is_recovery: bool,
     ) -> list[Candidate]:
         pool = self.capacity.pool(role)
         found = pool.select(
-            matched, avoid, computes=computes, is_resumed=is_resumed, affinity=affinity
+            matched, avoid, computes=computes, is_recovery=is_recovery, affinity=affinity
         )
         candidates = pool.candidates(found, matched)
-        return [self._ahead(each) for each in candidates] if is_resumed else candidates
+        return [self._ahead(each) for each in candidates] if is_recovery else candidates
 
     def _ahead(self, candidate: Candidate) -> Candidate:
         """Returns the candidate as seen by a request that jumps its queue."""

@@ -76,14 +76,14 @@ class WorkerState:
         return self._others
 
     def add(
-        self, request_id: str, used: Capacity, prefix: Prefix, *, is_resumed: bool = False
+        self, request_id: str, used: Capacity, prefix: Prefix, *, is_recovery: bool = False
     ) -> None:
         """Counts a request that was sent to the worker; replaces its earlier entry.
 
-        `is_resumed`: the worker computes its prompt before others.
+        `is_recovery`: the worker computes its prompt before others.
         """
         self.remove(request_id)
-        if is_resumed:
+        if is_recovery:
             self.ahead.add(request_id)
         self.requests[request_id] = used, prefix
         self.own += used

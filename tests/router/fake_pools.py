@@ -195,7 +195,7 @@ class FakePools:
         *,
         prefill: str | None = None,
         colocated: bool = False,
-        is_resumed: bool = False,
+        is_recovery: bool = False,
     ) -> Placement | None:
         free = [name for name in self.decode if name not in avoid]
         sources = [name for name in self.prefill if name not in avoid]
@@ -228,7 +228,7 @@ class FakePools:
         num_tokens: int,
         *,
         decodes: bool = False,
-        is_resumed: bool = False,
+        is_recovery: bool = False,
         fetched_tokens: int = 0,
     ) -> None:
         self.held[worker_id, request.request_id] = 1
@@ -337,13 +337,13 @@ class FakePools:
 
 
 def start(
-    pools: FakePools, request: TokenRequest, ended: Collection[int] = (), **options: Any
+    pools: FakePools, request: TokenRequest, cancelled: Collection[int] = (), **options: Any
 ) -> tuple[RequestExecution, inference_pb2.Timeline]:
     timeline = inference_pb2.Timeline()
     registry: Any = pools
     timer = RequestTimer(request, timeline)
     execution = RequestExecution(
-        request, ended, send=pools.send, registry=registry, timer=timer, **options
+        request, cancelled, send=pools.send, registry=registry, timer=timer, **options
     )
     execution.start()
     return execution, timeline

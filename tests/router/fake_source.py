@@ -59,14 +59,17 @@ class FakeTokenSource:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def generate(
-        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+        self,
+        request: TokenRequest,
+        timeline: inference_pb2.Timeline,
+        cancelled: Collection[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
         await self._count(+1, request)
         timeline.cached_tokens = self.cached_tokens
         finished = False
         try:
-            for delta in self._deltas(request, ended):
+            for delta in self._deltas(request, cancelled):
                 try:
                     until = earlier(request.deadline, request.ends_at)
                     await before(until, self._fail_or_stall(delta.first_index))
@@ -111,7 +114,7 @@ class FakeTokenSource:
         if self.error is not None and start >= self.error_after:
             raise self.error
 
-    def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
+    def _deltas(self, request: TokenRequest, cancelled: Collection[int]) -> Iterator[TokenDelta]:
         completions = [
             self._tokens(request, choice) for choice in range(request.submit.num_choices)
         ]
@@ -126,7 +129,7 @@ class FakeTokenSource:
                 start = starts[choice]
                 part = ids[start : start + size]
                 starts[choice] += size
-                if not part or choice in ended:
+                if not part or choice in cancelled:
                     continue
                 is_last = start + len(part) == len(ids)
                 prompt: tuple[worker_pb2.TokenScores, ...] = ()

@@ -91,7 +91,7 @@ def test_the_turn_of_what_was_begun_elsewhere(
     given: "worker_pb2.Turn", turn: Turn, continues: bool
 ) -> None:
     spec = parse(first_index=2, turn=given)
-    assert (spec.turn, spec.is_resumed) == (turn, continues)
+    assert (spec.turn, spec.is_recovery) == (turn, continues)
 
 
 def test_all_that_shapes_a_distribution() -> None:

@@ -160,7 +160,7 @@ class Engine:
         sequence = self.requests.sequences.get(sequence_id)
         if sequence is None:
             return
-        if sequence.state is not State.IMPORTING or sequence.importing:
+        if sequence.state is not State.IMPORTING or sequence.import_hashes:
             raise RuntimeError(f"sequence {sequence_id}: commit while {sequence.state.value}")
         sequence.spec.check_first_tokens(first_tokens)
         self.requests.start(sequence)
@@ -169,7 +169,7 @@ class Engine:
         self.requests.committed.append((sequence, first_tokens))
 
     def commit_prefix(self, sequence_id: int, num_tokens: int) -> None:
-        """Starts a sequence that was admitted with `importing` blocks.
+        """Starts a sequence that was admitted with `import_hashes`.
 
         The first `num_tokens` tokens of these blocks are imported and verified; the engine computes
         the rest of the prompt.
@@ -181,19 +181,19 @@ class Engine:
         sequence = self.requests.sequences.get(sequence_id)
         if sequence is None:
             return
-        if sequence.state is not State.IMPORTING or not sequence.importing:
+        if sequence.state is not State.IMPORTING or not sequence.import_hashes:
             raise RuntimeError(
                 f"sequence {sequence_id}: commit of a prefix while {sequence.state.value}"
             )
         num_blocks, rest = divmod(num_tokens, self.config.block_size)
-        if rest or not 0 <= num_blocks <= len(sequence.importing):
+        if rest or not 0 <= num_blocks <= len(sequence.import_hashes):
             raise ValueError(
-                f"num_tokens: {num_tokens} must fill 0 to {len(sequence.importing)} blocks of "
+                f"num_tokens: {num_tokens} must fill 0 to {len(sequence.import_hashes)} blocks of "
                 f"{self.config.block_size} tokens exactly"
             )
-        if self.requests.resume.is_sparse and 0 < num_blocks < len(sequence.importing):
+        if self.requests.resume.is_sparse and 0 < num_blocks < len(sequence.import_hashes):
             raise ValueError(
-                f"num_tokens: {num_tokens} must be 0 or fill all {len(sequence.importing)} blocks, "
+                f"num_tokens: {num_tokens} must be 0 or fill all {len(sequence.import_hashes)} blocks, "
                 "because the model keeps windows or state"
             )
         self.requests.commit_prefix(sequence, num_tokens)

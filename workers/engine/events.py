@@ -12,7 +12,7 @@ from .sequence import FinishReason
 class Admitted:
     """Reports that a sequence has its blocks.
 
-    A DECODE sequence now waits for its KV cache. A sequence with `importing` waits for cached
+    A DECODE sequence now waits for its KV cache. A sequence with `import_hashes` waits for cached
     blocks from elsewhere; see `Engine.commit_prefix`.
     """
 
@@ -24,11 +24,11 @@ class Admitted:
     # The slot of the prompt's state: the import of a DECODE or a PREFILL's last step writes to it.
     state: int | None = None
     # Hashes of the blocks after the cached ones that have to be filled from elsewhere.
-    importing: tuple[bytes, ...] = ()
+    import_hashes: tuple[bytes, ...] = ()
     # The blocks of each table that have to be filled then: of a window the last ones alone.
     import_tables: tuple[TableBlocks, ...] = ()
     import_state: int | None = None  # the slot of the state that has to be filled then
-    # The source of the `importing` blocks. A remote is the worker of `SequenceSpec.num_remote`.
+    # The source of the `import_hashes`. A remote is the worker of `SequenceSpec.num_remote`.
     prefix_source: Literal["disk", "remote"] = "disk"
 
 

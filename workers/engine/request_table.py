@@ -71,10 +71,12 @@ class RequestTable:
         """
         queued = sum(s.num_tokens for s in tuple(self.waiting) if s.spec.task is not Task.DECODE)
         importing = [
-            s for s in self.sequences.copy().values() if s.state is State.IMPORTING and s.importing
+            s
+            for s in self.sequences.copy().values()
+            if s.state is State.IMPORTING and s.import_hashes
         ]
         block_size = self.config.block_size
-        rest = sum(max(s.num_uncomputed - len(s.importing) * block_size, 0) for s in importing)
+        rest = sum(max(s.num_uncomputed - len(s.import_hashes) * block_size, 0) for s in importing)
         running = sum(count for s in tuple(self.running) if (count := s.num_uncomputed) > 1)
         return queued + rest + running
 
@@ -164,7 +166,7 @@ class RequestTable:
         sequence.num_cached = hit.num_tokens
         self._set_needs(sequence, reserved)
         if self._count_ring(sequence) > sum(table.num_ring for table in sequence.tables):
-            sequence.importing = ()
+            sequence.import_hashes = ()
         self.states.admit(sequence, hit)
         ends = (retention.num_tokens for retention in sequence.retentions)
         sequence.points = self.resume.points(len(sequence.spec.tokens), hit, ends)
@@ -172,7 +174,7 @@ class RequestTable:
         sequence.started = self.clock()
         self.waiting.remove(sequence)
         self.num_holding += sequence.num_branches
-        if sequence.spec.task is Task.DECODE or sequence.importing:
+        if sequence.spec.task is Task.DECODE or sequence.import_hashes:
             sequence.move(State.IMPORTING)
         else:
             self.start(sequence)
@@ -290,7 +292,7 @@ class RequestTable:
 
     def _count_ring(self, sequence: Sequence) -> int:
         """Returns the number of reserved blocks that an import needs before the tails."""
-        if not sequence.importing:
+        if not sequence.import_hashes:
             return 0
         pairs = zip(sequence.tables, self.import_tables(sequence), strict=True)
         return sum(
@@ -299,7 +301,7 @@ class RequestTable:
 
     def import_tables(self, sequence: Sequence) -> tuple[TableBlocks, ...]:
         """Returns the blocks that an import must fill, of each table."""
-        end = sequence.num_cached + len(sequence.importing) * self.config.block_size
+        end = sequence.num_cached + len(sequence.import_hashes) * self.config.block_size
         ring = iter(sequence.reserved)
         tables: list[TableBlocks] = []
         for table in sequence.tables:

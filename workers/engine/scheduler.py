@@ -209,8 +209,8 @@ class Scheduler:
             is_first &= not step.num_samples
             if not num_decodes and len(steps) == 1:
                 budget = self.budgets.more_prompt_tokens(cost, count, budget)
-            is_expedited |= prompt.spec.is_resumed
-            if prompt.spec.is_resumed and not self._is_next_resumed(prompts):
+            is_expedited |= prompt.spec.is_recovery
+            if prompt.spec.is_recovery and not self._is_next_recovery(prompts):
                 break
         return is_expedited
 
@@ -317,9 +317,9 @@ class Scheduler:
             events.append(self._admit(waiting[0]))
         return events
 
-    def _is_next_resumed(self, prompts: list[Sequence]) -> bool:
+    def _is_next_recovery(self, prompts: list[Sequence]) -> bool:
         """Returns True if the next running or waiting prompt resumes an interrupted stream."""
-        return any(each.spec.is_resumed for each in (*prompts[:1], *self._requests.waiting[:1]))
+        return any(each.spec.is_recovery for each in (*prompts[:1], *self._requests.waiting[:1]))
 
     def _lease(self, sequence: Sequence) -> Suspended:
         """Leases a suspended sequence."""
@@ -374,12 +374,14 @@ class Scheduler:
             queue_seconds=sequence.started - sequence.submitted,
             num_cached=sequence.num_cached,
             num_loaded=sequence.num_loaded,
-            importing=sequence.importing,
-            import_tables=(self._requests.import_tables(sequence) if sequence.importing else ()),
+            import_hashes=sequence.import_hashes,
+            import_tables=(
+                self._requests.import_tables(sequence) if sequence.import_hashes else ()
+            ),
             prefix_source="remote" if is_remote else "disk",
             tables=tuple(table.prompt for table in sequence.tables),
             state=slots.current if sequence.spec.task is Task.DECODE else slots.final,
-            import_state=slots.free[0] if sequence.importing and slots.free else None,
+            import_state=slots.free[0] if sequence.import_hashes and slots.free else None,
         )
 
     def _plan_import(self, sequence: Sequence, hit: Hit) -> bool:
@@ -394,7 +396,7 @@ class Scheduler:
         )
         length = max(num_remote, count)
         ratio = self._requests.resume.alignment // self._config.block_size
-        sequence.importing = tuple(chain[: length // ratio * ratio])
+        sequence.import_hashes = tuple(chain[: length // ratio * ratio])
         return num_remote > count
 
     def _grow(self, sequence: Sequence) -> list[Event]:

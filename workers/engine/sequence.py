@@ -118,7 +118,7 @@ class SequenceSpec:
         return len(self.tokens) + (0 if self.task is Task.PREFILL else self.max_tokens - 1)
 
     @property
-    def is_resumed(self) -> bool:
+    def is_recovery(self) -> bool:
         """Returns True if an interrupted stream is stalled until its next token comes from here."""
         return self.first_index > 0 and self.turn is Turn.BY_INDEX
 
@@ -129,7 +129,7 @@ class SequenceSpec:
         Resumed streams come first, then higher priorities. Within a priority, FIRST_OF_PRIORITY
         comes first.
         """
-        return not self.is_resumed, -self.priority, self.turn is not Turn.FIRST_OF_PRIORITY
+        return not self.is_recovery, -self.priority, self.turn is not Turn.FIRST_OF_PRIORITY
 
     @property
     def num_prompt(self) -> int:
@@ -197,7 +197,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens that the prefix cache held at admission
     num_loaded: int = 0  # cached prompt tokens that only host memory held
     # Hashes of the blocks to import after the cached ones; empty for a DECODE.
-    importing: tuple[bytes, ...] = ()
+    import_hashes: tuple[bytes, ...] = ()
     tables: list[SequenceTable] = field(init=False)
     # Blocks for growth, copies and the rings of its tables, in the order of use.
     reserved: list[int] = field(default_factory=list)

@@ -139,8 +139,8 @@ class DiskTier:
         blocks = event.tables[0].blocks[event.num_cached // self._block_size :]
         try:
             async with asyncio.timeout(_LOAD_SECONDS):
-                while num_filled < len(event.importing):
-                    wanted = event.importing[num_filled : num_filled + self._num_read]
+                while num_filled < len(event.import_hashes):
+                    wanted = event.import_hashes[num_filled : num_filled + self._num_read]
                     targets = blocks[num_filled : num_filled + len(wanted)]
                     parts = group.read_disk(
                         event.id, worker_pb2.DiskBlocks(hashes=wanted, blocks=targets)

@@ -154,7 +154,7 @@ class PrefixImporter:
     async def _fetch(
         self, event: Admitted, spec: SequenceSpec, holder: worker_pb2.PrefixHolder
     ) -> int:
-        end = event.num_cached + len(event.importing) * self._block_size
+        end = event.num_cached + len(event.import_hashes) * self._block_size
         chain = hash_chain(spec.tokens[:end], holder.block_size, spec.salt)
         stub = worker_pb2_grpc.WorkerStub(self._kv.channel(holder.address))  # type: ignore[no-untyped-call]
         call: PeerStream[worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse] = (

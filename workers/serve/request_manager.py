@@ -214,7 +214,7 @@ class RequestManager:
             request.preparing.add_done_callback(self._check_task)
         else:
             self.thread.post(partial(self._enqueue, request, submitted))
-        if spec.is_resumed:
+        if spec.is_recovery:
             self.thread.expedite()
 
     def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
@@ -302,7 +302,7 @@ class RequestManager:
                         request.session.put_tokens(request.key, choice, event)
                         if event.finish is not None:
                             self._end_choice(request, choice)
-                    case Admitted() if event.importing:
+                    case Admitted() if event.import_hashes:
                         loading = self.kv.load(
                             event.id,
                             self.importer.load(event, request.spec, request.submit.prefix_holder),
@@ -425,7 +425,7 @@ class RequestManager:
             message = "queue full"
         except ValueError as error:
             # Another worker has begun the request.
-            is_begun = request.spec.is_resumed or request.spec.task is Task.DECODE
+            is_begun = request.spec.is_recovery or request.spec.task is Task.DECODE
             kind = worker_pb2.FAILURE_KIND_UNABLE if is_begun else worker_pb2.FAILURE_KIND_INVALID
             message = str(error)
         else:

@@ -76,7 +76,7 @@ async def create_batch(
     """Answers POST /v1/batches; a batch whose input cannot be read has the status `failed`."""
     caller = context.caller
     check_can_keep(caller)
-    parsed = await off_loop(caller.turn, body, partial(parse, BatchBody))
+    parsed = await off_loop(caller.fairness_id, body, partial(parse, BatchBody))
     stored = await _find_input(service, caller.tenant, parsed.input_file_id)
     with counted(
         _reading,
@@ -118,7 +118,9 @@ async def _add_batch(
         output_seconds=None if keep is None else keep.seconds,
         total=0,
     )
-    lines = await _PARSER.run(caller.turn, len(content), _read_lines, content, body.endpoint, batch)
+    lines = await _PARSER.run(
+        caller.fairness_id, len(content), _read_lines, content, body.endpoint, batch
+    )
     return await service.storage.add_batch(batch, lines)
 
 

@@ -146,10 +146,12 @@ async def make_score_request(
         for i, text in enumerate(texts):
             check_count(len(text), limits.MAX_PROMPT_CHARACTERS, "characters", f"{field}[{i}]")
     caller.quota.check_tokens()
-    before = await tokenizer.encode_all(firsts, turn=caller.turn)
+    before = await tokenizer.encode_all(firsts, fairness_id=caller.fairness_id)
     caller.quota.take_tokens(sum(map(len, before)))
     _check_not_empty(before, "text_1")
-    after = await tokenizer.encode_all(seconds, add_special_tokens=False, turn=caller.turn)
+    after = await tokenizer.encode_all(
+        seconds, add_special_tokens=False, fairness_id=caller.fairness_id
+    )
     caller.quota.take_tokens(sum(map(len, after)))
     _check_not_empty(after, "text_2")
     copies = before * (len(after) // len(before) - 1)

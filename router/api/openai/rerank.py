@@ -72,7 +72,9 @@ async def make_rerank_request(
     num_characters = sum(map(len, body.texts)) + repeated * len(body.texts)
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all prompts", "documents")
     tokenizer = model.tokenizer
-    yes, no = await tokenizer.encode_all(_ANSWERS, add_special_tokens=False, turn=caller.turn)
+    yes, no = await tokenizer.encode_all(
+        _ANSWERS, add_special_tokens=False, fairness_id=caller.fairness_id
+    )
     prompts: list[list[int]] = []
     for text in body.texts:
         asked = inference_pb2.Prompt(chat=_chat(body, text))

@@ -76,7 +76,7 @@ async def respond(
             if not is_form:
                 check_json(request.headers)
             if is_gzip:
-                body = await PARSER.run(context.caller.turn, len(body), _gunzip, body)
+                body = await PARSER.run(context.caller.fairness_id, len(body), _gunzip, body)
             response = await answer(body, request_id, context)
     except TooLarge as error:
         response = form.error_response(error, http_field)
@@ -186,6 +186,6 @@ def _gunzip(body: bytes) -> bytes:
     return found
 
 
-async def off_loop(turn: str, body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
+async def off_loop(fairness_id: str, body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
     """Parses a body; a large one in a thread that callers use in turn."""
-    return await PARSING.run(turn, len(body), parse_body, body, *args)
+    return await PARSING.run(fairness_id, len(body), parse_body, body, *args)

@@ -22,7 +22,7 @@ from ...frontend.validation import (
     check_answer_size,
     check_echo_size,
     check_num_sequences,
-    num_generated,
+    count_choices,
 )
 from ...output.choice import UNFINISHED, delivered
 from ...output.joined_answer import JoinedAnswer
@@ -163,7 +163,7 @@ class GenerationResponse(Response):
                 self.headers[MAX_TOKENS] = str(submit.max_tokens)
             size += answer_size(request, len(submit.token_ids), submit.max_tokens)
             check_answer_size(size, request)
-            num_echoed += num_generated(request) * len(accepted[-1].echo)
+            num_echoed += count_choices(request) * len(accepted[-1].echo)
             check_echo_size(num_echoed)
             prompt_tokens = sum(len(each.tokens.submit.token_ids) for each in accepted)
             check_prompt_logprobs(self._request, prompt_tokens)

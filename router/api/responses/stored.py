@@ -81,8 +81,8 @@ async def answer_responses(
 
     Raises InvalidArgument, also for an unknown previous response.
     """
-    turn = context.caller.turn
-    parsed = await off_loop(turn, body, partial(parse, ResponsesBody))
+    fairness_id = context.caller.fairness_id
+    parsed = await off_loop(fairness_id, body, partial(parse, ResponsesBody))
     tenant = context.caller.tenant
     previous = None
     if parsed.previous_response_id is not None:
@@ -90,12 +90,14 @@ async def answer_responses(
     size = len(body) + (0 if previous is None else _size(previous))
     earlier: list[dict[str, Any]] = []
     if previous is not None:
-        earlier = await PARSING.run(turn, size, _conversation, previous, "previous_response_id")
-    size += await _resolve_references(service.storage, tenant, turn, parsed)
-    request = await PARSING.run(turn, size, _translate, parsed, request_id, earlier)
+        earlier = await PARSING.run(
+            fairness_id, size, _conversation, previous, "previous_response_id"
+        )
+    size += await _resolve_references(service.storage, tenant, fairness_id, parsed)
+    request = await PARSING.run(fairness_id, size, _translate, parsed, request_id, earlier)
     keep = None
     if parsed.store is not False:
-        named = await PARSING.run(turn, size, _named_items, parsed, request_id, earlier)
+        named = await PARSING.run(fairness_id, size, _named_items, parsed, request_id, earlier)
         items = earlier + named
         keep = Keeper(storage=service.storage, tenant=tenant, items=items).keep
     form = streaming_form(partial(ResponsesWriter, keep=keep), error_response)
@@ -125,9 +127,9 @@ async def list_input_items(service: GenerationService, request: Request) -> Resp
     """Answers GET /v1/responses/{name}/input_items, with the items of the conversation before."""
     page = read_page(request, default=_DEFAULT_ITEMS_PAGE, most=_MAX_ITEMS_PAGE)
     stored = await _stored(service.storage, request)
-    turn = request.state.caller.turn
+    fairness_id = request.state.caller.fairness_id
     items: list[dict[str, Any]] = await PARSING.run(
-        turn, len(stored.items), json.loads, stored.items
+        fairness_id, len(stored.items), json.loads, stored.items
     )
     if not page.is_ascending:
         items.reverse()
@@ -162,7 +164,7 @@ async def _previous(storage: Storage, tenant: str, response_id: str) -> StoredRe
 
 
 async def _resolve_references(
-    storage: Storage, tenant: str, turn: str, body: ResponsesFields
+    storage: Storage, tenant: str, fairness_id: str, body: ResponsesFields
 ) -> int:
     """Replaces the references in the input by the stored items; returns the size of these.
 
@@ -194,7 +196,9 @@ async def _resolve_references(
                     f"input[{i}].id",
                 )
             if stored is not None:
-                items = await PARSING.run(turn, size, _conversation, stored, f"input[{i}].id")
+                items = await PARSING.run(
+                    fairness_id, size, _conversation, stored, f"input[{i}].id"
+                )
                 for item in items:
                     found.setdefault(item["id"], item)
         if reference.id not in found:
@@ -202,7 +206,7 @@ async def _resolve_references(
                 "no item of this id is stored here; send the item itself", f"input[{i}].id"
             )
     named = {i: found[item_id] for item_id, i in places.items()}
-    await PARSING.run(turn, size, _replace, body.input, named)
+    await PARSING.run(fairness_id, size, _replace, body.input, named)
     return size
 
 

@@ -228,7 +228,9 @@ class GrpcServer:
         timeline = inference_pb2.Timeline()
         try:
             with tandem_errors_only(), self._call(context) as caller:
-                message = await self._read(inference_pb2.GenerateRequest, context, caller.turn)
+                message = await self._read(
+                    inference_pb2.GenerateRequest, context, caller.fairness_id
+                )
                 arrived = time.monotonic()
                 remaining = context.time_remaining()
                 trace = _metadata_value(context.invocation_metadata(), TRACEPARENT)
@@ -263,7 +265,7 @@ class GrpcServer:
         async def respond(_messages: object, context: _Context) -> Message:
             try:
                 with tandem_errors_only(), self._call(context) as caller:
-                    return await method(await self._read(kind, context, caller.turn), caller)
+                    return await method(await self._read(kind, context, caller.fairness_id), caller)
             except TandemError as error:
                 await _abort(context, error, self._audit, self._key_name(context))
 
@@ -282,7 +284,11 @@ class GrpcServer:
                 yield caller
 
     async def _read(
-        self, kind: type[_M], context: _Context, turn: str = "", most: int = MAX_MESSAGE_BYTES
+        self,
+        kind: type[_M],
+        context: _Context,
+        fairness_id: str = "",
+        most: int = MAX_MESSAGE_BYTES,
     ) -> _M:
         """Reads the message of a call, which has at most `most` bytes.
 
@@ -300,7 +306,7 @@ class GrpcServer:
             raise InvalidArgument("the call has no message")
         if len(body) > most:
             raise InvalidArgument(f"the message has {len(body)} bytes; the maximum is {most}")
-        return await PARSING.run(turn, len(body), parse_message, kind, body)
+        return await PARSING.run(fairness_id, len(body), parse_message, kind, body)
 
     def _caller(self, context: _Context) -> Caller:
         # gRPC names connections only by address and port, which belong to another client later. So

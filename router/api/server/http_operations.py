@@ -64,7 +64,7 @@ async def _generate(
     context: RequestContext,
 ) -> Response:
     """Generates for a body that `parse_body` translates, and answers in `form`."""
-    parsed = await off_loop(context.caller.turn, body, parse_body, request_id)
+    parsed = await off_loop(context.caller.fairness_id, body, parse_body, request_id)
     return GenerationResponse(service, parsed, context, form)
 
 
@@ -72,7 +72,7 @@ async def _embed(
     service: GenerationService, body: bytes, request_id: str, context: RequestContext
 ) -> Response:
     """Embeds texts, by default with the model's own pooling."""
-    parsed = await off_loop(context.caller.turn, body, parse_embeddings, request_id)
+    parsed = await off_loop(context.caller.fairness_id, body, parse_embeddings, request_id)
     model = service.model(parsed.common.model)
     parsed.common.pooling = model.pooling.choose(parsed.common.pooling)
     return GenerationResponse(service, parsed, context, EMBEDDINGS_FORM)
@@ -82,7 +82,7 @@ async def _score(
     service: GenerationService, body: bytes, request_id: str, context: RequestContext
 ) -> Response:
     """Scores text_2 given text_1 with log probabilities."""
-    parsed = await off_loop(context.caller.turn, body, partial(parse, ScoreBody))
+    parsed = await off_loop(context.caller.fairness_id, body, partial(parse, ScoreBody))
     model = service.model(parsed.model or "")
     request, starts = await make_score_request(parsed, model, request_id, context.caller)
     return GenerationResponse(service, request, context, score_form(starts))
@@ -92,7 +92,7 @@ async def _rerank(
     service: GenerationService, body: bytes, request_id: str, context: RequestContext
 ) -> Response:
     """Scores documents for a query."""
-    parsed = await off_loop(context.caller.turn, body, partial(parse, RerankBody))
+    parsed = await off_loop(context.caller.fairness_id, body, partial(parse, RerankBody))
     model = service.model(parsed.model or "")
     request, lengths = await make_rerank_request(parsed, model, request_id, context.caller)
     return GenerationResponse(service, request, context, rerank_form(lengths))
@@ -102,7 +102,7 @@ async def _count_tokens(
     service: GenerationService, body: bytes, _request_id: str, context: RequestContext
 ) -> Response:
     """Counts the tokens of the prompt of a message."""
-    parsed = await off_loop(context.caller.turn, body, parse_count_tokens)
+    parsed = await off_loop(context.caller.fairness_id, body, parse_count_tokens)
     request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
     try:
         ids = await service.encode(request, context.caller, context.deadline)
@@ -116,7 +116,7 @@ async def _tokenize(
 ) -> Response:
     """Returns the token ids of a text or a chat."""
     caller = context.caller
-    request, parsed = await off_loop(caller.turn, body, parse_tokenize)
+    request, parsed = await off_loop(caller.fairness_id, body, parse_tokenize)
     adds = parsed.prompt is None or parsed.add_special_tokens is not False
     ids = await service.encode(request, caller, context.deadline, add_special_tokens=adds)
     model = service.model(request.model)
@@ -129,7 +129,7 @@ async def _tokenize(
             text += f', "token_strs": {json_list(strings)}'
         return f"{text}}}".encode()
 
-    content = await COPYING.run(caller.turn, len(ids), write)
+    content = await COPYING.run(caller.fairness_id, len(ids), write)
     return Response(content, media_type="application/json")
 
 
@@ -138,17 +138,17 @@ async def _detokenize(
 ) -> Response:
     """Returns the text of token ids."""
     caller = context.caller
-    parsed = await off_loop(caller.turn, body, partial(parse, DetokenizeBody))
+    parsed = await off_loop(caller.fairness_id, body, partial(parse, DetokenizeBody))
     request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
     text = (await service.detokenize(request, caller, context.deadline)).text
-    return await COPYING.run(caller.turn, len(text), JSONResponse, {"prompt": text})
+    return await COPYING.run(caller.fairness_id, len(text), JSONResponse, {"prompt": text})
 
 
 async def _detect_watermark(
     service: GenerationService, body: bytes, _request_id: str, context: RequestContext
 ) -> Response:
     """Tests a text for the watermark."""
-    parsed = await off_loop(context.caller.turn, body, partial(parse, DetectWatermarkBody))
+    parsed = await off_loop(context.caller.fairness_id, body, partial(parse, DetectWatermarkBody))
     (prompt,) = prompt_messages([parsed.prompt])
     request = inference_pb2.DetectWatermarkRequest(model=parsed.model or "", prompt=prompt)
     found = await service.detect_watermark(request, context.caller, context.deadline)
@@ -166,7 +166,7 @@ async def _load_adapter(
     service: GenerationService, body: bytes, _request_id: str, context: RequestContext
 ) -> Response:
     """Loads a LoRA adapter."""
-    parsed = await off_loop(context.caller.turn, body, partial(parse, LoadLoraAdapterBody))
+    parsed = await off_loop(context.caller.fairness_id, body, partial(parse, LoadLoraAdapterBody))
     request = inference_pb2.LoadLoraAdapterRequest(
         lora_name=parsed.lora_name, lora_path=parsed.lora_path
     )
@@ -178,7 +178,7 @@ async def _unload_adapter(
     service: GenerationService, body: bytes, _request_id: str, context: RequestContext
 ) -> Response:
     """Unloads a LoRA adapter."""
-    parsed = await off_loop(context.caller.turn, body, partial(parse, UnloadLoraAdapterBody))
+    parsed = await off_loop(context.caller.fairness_id, body, partial(parse, UnloadLoraAdapterBody))
     request = inference_pb2.UnloadLoraAdapterRequest(lora_name=parsed.lora_name)
     await service.unload_adapter(request, context.caller)
     return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")

@@ -113,13 +113,13 @@ def test_anonymous_callers_take_turns_by_address(peer: str, address: str) -> Non
         caller = Authenticator(secret=SECRET, share_anonymous_prefixes=share).caller(
             None, "c", peer
         )
-        assert (caller.tenant, caller.turn) == ("", address)
+        assert (caller.tenant, caller.fairness_id) == ("", address)
 
 
 def test_callers_with_a_key_take_turns_by_tenant() -> None:
     authenticator = Authenticator([api_key("one", tenant="both"), api_key("two", tenant="both")])
     assert {
-        authenticator.caller(f"Bearer {name}", "1.2.3.4:5").turn for name in ("one", "two")
+        authenticator.caller(f"Bearer {name}", "1.2.3.4:5").fairness_id for name in ("one", "two")
     } == {"both"}
 
 

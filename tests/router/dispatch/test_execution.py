@@ -149,8 +149,8 @@ def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(
     for (
         submit
     ) in pools.submits:  # what the service interrupts goes ahead, what its client resumes does not
-        is_resumed = submit.first_index == len(begun[submit.first_choice])
-        assert submit.turn == (turn if is_resumed else worker_pb2.TURN_UNSPECIFIED)
+        is_recovery = submit.first_index == len(begun[submit.first_choice])
+        assert submit.turn == (turn if is_recovery else worker_pb2.TURN_UNSPECIFIED)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -432,7 +432,7 @@ def fail_last(pools: FakePools, kind: "worker_pb2.FailureKind") -> str:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_candidate(pairs: bool) -> None:
+def test_a_request_with_nan_goes_on_at_another_worker_and_is_no_suspect(pairs: bool) -> None:
     pools, caller, poison_guard, clock = (
         FakePools(random.Random(4), pairs),
         Caller(1),
@@ -799,7 +799,7 @@ def crash_together(
     return runs
 
 
-def test_a_candidate_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
+def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
     clock = Clock()
     (_, _, first), (pools, caller, second) = crash_together(
         clock, PoisonGuard(clock), 2, park_seconds=2.0
@@ -816,7 +816,7 @@ def test_a_candidate_that_waits_for_its_turn_is_given_up_only_without_a_worker()
         execution.end()
 
 
-def test_a_candidate_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
+def test_a_suspect_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
     clock = Clock()
     started = clock.now
     runs = crash_together(clock, PoisonGuard(clock), 3)
@@ -863,7 +863,7 @@ def test_crashes_with_tokens_between_them_are_not_the_request_s() -> None:
     assert caller.ids == [completion(request.submit.token_ids, SEED, 30)]
 
 
-def test_candidates_start_one_at_a_time_and_the_one_at_fault_is_refused() -> None:
+def test_suspects_start_one_at_a_time_and_the_one_at_fault_is_refused() -> None:
     poison_guard = PoisonGuard()
     runs = crash_together(Clock(), poison_guard, 4)
     assert [len(pools.submits) for pools, _, _ in runs] == [2, 1, 1, 1]

@@ -79,7 +79,7 @@ class Service:
         if self.poison_guard.may_ask(request) and self.poison_guard.may_start(request, worker):
             request.at = worker
             assert request not in self.poison_guard or self.tried_at(worker) == [request], (
-                "two candidates at one worker"
+                "two suspects at one worker"
             )
         else:
             request.is_awake = False
@@ -93,7 +93,7 @@ class Service:
         there = [each for each in self.requests if each.at == worker and not each.is_blocked]
         for each in self.chance.sample(there, len(there)):
             if self.poison_guard.count_crash(each, key, each.wake, is_proven=each.is_proven):
-                assert tried == [each], "blocked although it was not the only candidate"
+                assert tried == [each], "blocked although it was not the only suspect"
                 each.is_blocked = True
                 self.poison_guard.leave(each)
                 if each is not culprit:
@@ -144,7 +144,7 @@ def test_a_request_is_blocked_in_vain_only_if_something_kills_the_worker_that_tr
     assert len(service.in_vain) <= num_kills + len(poisons)
 
 
-def test_all_workers_try_at_once_and_each_one_candidate() -> None:
+def test_all_workers_try_at_once_and_each_one_suspect() -> None:
     service = make_service(1, 5, 0, 0)
     for each in service.requests:
         each.at = "w0"
@@ -167,7 +167,7 @@ def test_all_workers_try_at_once_and_each_one_candidate() -> None:
     assert first in poison_guard
 
 
-def test_candidates_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_worker() -> None:
+def test_suspects_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_worker() -> None:
     service = make_service(1, 10, 0, 0)
     for each in service.requests:
         each.at = "w0"
@@ -181,7 +181,7 @@ def test_candidates_with_one_cached_prompt_go_elsewhere_once_several_wait_for_it
     workers = [each and each.prefill for each in placed]
     assert workers == ["w0", None, None, None, "w1", None, None, None, "w2", None]
     assert service.poison_guard.place(Request(99, is_poison=False), find, {"w0"}) == ("w1", "d"), (
-        "it is no candidate"
+        "it is no suspect"
     )
 
 

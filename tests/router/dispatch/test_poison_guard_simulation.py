@@ -61,53 +61,53 @@ class Suspect:
         assert self.caller.ids == [EXPECTED]
 
 
-def make_candidates(
+def make_suspects(
     *prefill: str, clock: Clock | None = None, poison_guard: PoisonGuard | None = None
 ) -> list[Suspect]:
     """Returns requests whose decode worker d1 has crashed after some tokens. For each the prefill
     worker that it will be sent to, then to the decode worker d2.
     """
     clock = clock or Clock()
-    poison_guard, candidates = poison_guard or PoisonGuard(clock), []
+    poison_guard, suspects = poison_guard or PoisonGuard(clock), []
     for number, worker in enumerate(prefill):
         pools = FakePools(random.Random(number), pairs=True, decode=("d1",), prefill=(worker,))
         execution, _ = start(pools, choices_request(1), poison_guard=poison_guard, clock=clock)
-        candidates.append(Suspect(pools, execution))
-        candidates[-1].caller.read_until(pools, execution, 3)
-    for each in candidates:
+        suspects.append(Suspect(pools, execution))
+        suspects[-1].caller.read_until(pools, execution, 3)
+    for each in suspects:
         each.at(TASK_DECODE).client.kill()
         each.pools.decode = ("d2",)
         each.num_before = len(each.pools.submits)
         each.read()
-    return candidates
+    return suspects
 
 
-def tasks(candidates: Sequence[Suspect]) -> str:
+def tasks(suspects: Sequence[Suspect]) -> str:
     """Returns what each has sent since the crash: w a whole request, p a prefill, d a decode."""
-    return " ".join("".join(".wpd"[task] for task in each.read()) or "-" for each in candidates)
+    return " ".join("".join(".wpd"[task] for task in each.read()) or "-" for each in suspects)
 
 
-def test_every_prefill_worker_computes_for_one_candidate_and_every_decode_worker_decodes_one() -> (
+def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_decodes_one() -> (
     None
 ):
-    first, second, third = candidates = make_candidates("p1", "p1", "p2")
-    assert tasks(candidates) == "p - p"
+    first, second, third = suspects = make_suspects("p1", "p1", "p2")
+    assert tasks(suspects) == "p - p"
     first.say(TASK_PREFILL, 1)  # admitted
-    assert tasks(candidates) == "p - p", "nobody waits at a decode worker for a prompt"
+    assert tasks(suspects) == "p - p", "nobody waits at a decode worker for a prompt"
     first.say(TASK_PREFILL, 1)
-    assert tasks(candidates) == "pd p p"
+    assert tasks(suspects) == "pd p p"
     before = len(second.caller.ids[0])
     second.say(TASK_PREFILL, 2)
     third.say(TASK_PREFILL, 2)
-    assert tasks(candidates) == "pd p p"
+    assert tasks(suspects) == "pd p p"
     assert len(second.caller.ids[0]) == before + 1, "the token of its prefill worker does not wait"
     first.say(TASK_DECODE, 2)  # admitted, the KV cache is there
-    assert tasks(candidates) == "pd p p"
+    assert tasks(suspects) == "pd p p"
     first.say(TASK_DECODE, 1)
-    assert tasks(candidates) == "pd pd p"
+    assert tasks(suspects) == "pd pd p"
     second.say(TASK_DECODE, 3)
-    assert tasks(candidates) == "pd pd pd"
-    for each in candidates:
+    assert tasks(suspects) == "pd pd pd"
+    for each in suspects:
         each.finish()
 
 
@@ -116,7 +116,7 @@ def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_
     is_first: bool,
 ) -> None:
     poison_guard = PoisonGuard()
-    first, second, third = make_candidates("p1", "p1", "p2", poison_guard=poison_guard)
+    first, second, third = make_suspects("p1", "p1", "p2", poison_guard=poison_guard)
     fresh = Suspect(
         pools := FakePools(random.Random(9), pairs=True, decode=("d2",), prefill=("p1",)),
         start(pools, choices_request(1), poison_guard=poison_guard)[0],
@@ -151,7 +151,7 @@ def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_its_solo_run_th
     )
     beside.caller.read_until(pools, beside.execution, 4)
     beside.pools.decode = ("d3",)
-    first, second = make_candidates("p1", "p2", poison_guard=poison_guard)
+    first, second = make_suspects("p1", "p2", poison_guard=poison_guard)
     first.say(TASK_PREFILL, 2)
     first.say(TASK_DECODE, 1)
     for each in (first, beside):
@@ -168,8 +168,8 @@ def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_its_solo_run_th
     beside.finish()
 
 
-def test_a_candidate_that_waits_is_not_counted_for_what_happens_elsewhere() -> None:
-    first, second = make_candidates("p1", "p2")
+def test_a_suspect_that_waits_is_not_counted_for_what_happens_elsewhere() -> None:
+    first, second = make_suspects("p1", "p2")
     first.say(TASK_PREFILL, 2)
     second.say(TASK_PREFILL, 2)
     assert tasks([first, second]) == "pd p"
@@ -181,7 +181,7 @@ def test_a_candidate_that_waits_is_not_counted_for_what_happens_elsewhere() -> N
 
 
 def test_crashes_after_its_solo_run_block_none() -> None:
-    (only,) = make_candidates("p1")
+    (only,) = make_suspects("p1")
     for number in range(3, 6):
         only.say(TASK_PREFILL, 2)
         only.say(TASK_DECODE, 3)
@@ -194,7 +194,7 @@ def test_crashes_after_its_solo_run_block_none() -> None:
 def test_a_request_that_always_kills_some_steps_after_it_has_moved_is_blocked_at_last(
     num_steps: int, num_lost: int
 ) -> None:
-    (only,) = make_candidates("p1")
+    (only,) = make_suspects("p1")
     for number in range(3, 2 + num_lost):
         only.say(TASK_PREFILL, 2)
         only.say(TASK_DECODE, 2 + num_steps)
@@ -207,8 +207,8 @@ def test_a_request_that_always_kills_some_steps_after_it_has_moved_is_blocked_at
     only.execution.end()
 
 
-def test_a_candidate_whose_worker_would_do_all_waits_until_it_is_alone() -> None:
-    first, second = make_candidates("p1", "p2")
+def test_a_suspect_whose_worker_would_do_all_waits_until_it_is_alone() -> None:
+    first, second = make_suspects("p1", "p2")
     first.say(TASK_PREFILL, 2)
     second.say(TASK_PREFILL, 2)
     second.pools.pairs = False
@@ -222,7 +222,7 @@ def test_a_candidate_whose_worker_would_do_all_waits_until_it_is_alone() -> None
 
 def test_one_that_waits_is_woken_when_the_one_before_takes_too_long() -> None:
     clock = Clock()
-    first, second, third = make_candidates("p1", "p2", "p1", clock=clock)
+    first, second, third = make_suspects("p1", "p2", "p1", clock=clock)
     first.say(TASK_PREFILL, 2)
     second.say(TASK_PREFILL, 2)
     assert tasks([first, second, third]) == "pd p p"
@@ -235,7 +235,7 @@ def test_one_that_waits_is_woken_when_the_one_before_takes_too_long() -> None:
         each.finish()
 
 
-def test_the_choices_of_a_candidate_are_at_one_worker_at_a_time() -> None:
+def test_the_choices_of_a_suspect_are_at_one_worker_at_a_time() -> None:
     poison_guard, caller = PoisonGuard(), Caller(4)
     pools = FakePools(random.Random(3), pairs=True, decode=("d1",), prefill=("p1", "p2", "p3"))
     execution, _ = start(pools, choices_request(4), poison_guard=poison_guard)

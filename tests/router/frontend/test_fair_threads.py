@@ -44,9 +44,9 @@ def work() -> Iterator[Work]:
 
 
 def start(
-    threads: FairThreads, work: Work, turn: str, name: str, size: int = 1
+    threads: FairThreads, work: Work, fairness_id: str, name: str, size: int = 1
 ) -> "asyncio.Task[str]":
-    return asyncio.create_task(threads.run(turn, size, work.run, name))
+    return asyncio.create_task(threads.run(fairness_id, size, work.run, name))
 
 
 async def test_another_caller_waits_for_the_job_that_runs_and_for_no_other(work: Work) -> None:

@@ -101,7 +101,7 @@ async def test_given_values_pass_through() -> None:
     assert submit.sampling == inference_pb2.SamplingParams(**sampling)
     assert (submit.max_tokens, submit.ignore_eos) == (3, True)
     assert list(submit.stop_token_ids) == [1, 257]
-    assert (submit.num_choices, accepted.num_answers, submit.min_tokens, submit.priority) == (
+    assert (submit.num_choices, accepted.num_returned, submit.min_tokens, submit.priority) == (
         3,
         2,
         2,
@@ -125,7 +125,7 @@ async def test_processed_logprobs_need_logprobs_that_no_ranking_uses() -> None:
 async def test_best_of_wants_logprobs_for_itself() -> None:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     accepted = await prepare(request(best_of=2), model, CONTEXT)
-    assert (accepted.tokens.submit.logprobs, accepted.wants_logprobs, accepted.num_answers) == (
+    assert (accepted.tokens.submit.logprobs, accepted.wants_logprobs, accepted.num_returned) == (
         0,
         False,
         1,

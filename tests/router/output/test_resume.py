@@ -39,10 +39,13 @@ class CachingSource(FakeTokenSource):
     """Reuses one token more of the prompt with each request."""
 
     async def generate(
-        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+        self,
+        request: TokenRequest,
+        timeline: inference_pb2.Timeline,
+        cancelled: Collection[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         timeline.cached_tokens = 1 + len(self.requests)
-        async with aclosing(super().generate(request, timeline, ended)) as deltas:
+        async with aclosing(super().generate(request, timeline, cancelled)) as deltas:
             async for delta in deltas:
                 yield delta
 

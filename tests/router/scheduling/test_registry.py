@@ -170,7 +170,7 @@ def test_a_resumed_request_goes_to_the_worker_with_most_of_it_cached() -> None:
         if worker != cached:
             registry.prefilled(worker, name)
     again = request([*first.submit.token_ids, 7], "1#0")
-    placed = [registry.place(again, is_resumed=ahead) for ahead in (False, True) for _ in range(5)]
+    placed = [registry.place(again, is_recovery=ahead) for ahead in (False, True) for _ in range(5)]
     assert [each is not None and each.prefill == cached for each in placed] == [False] * 5 + [
         True
     ] * 5
@@ -187,7 +187,7 @@ def test_a_resumed_request_goes_to_its_cached_prefix_even_on_a_slow_worker() -> 
         registry.record_prefill(other, 1_000, 1.0)
         registry.record_transfer(cached, decode, 2**25, 1.0)
     again = request([*first.submit.token_ids, *prompt(2, 100)], "1#0")
-    assert {registry.place(again, is_resumed=True) for _ in range(9)} == {
+    assert {registry.place(again, is_recovery=True) for _ in range(9)} == {
         dispatch_of(cached, decode)
     }
 
@@ -203,10 +203,10 @@ def test_resumed_requests_spread_over_workers_with_the_same_cached_prefix() -> N
     dispatched: dict[str | None, list[int]] = {"p0": [], "p1": []}
     for number, length in enumerate((300, 100, 100, 100, 100, 100)):
         again = request([*shared, *prompt(2 + number, length)], f"{number}#0")
-        placement = registry.place(again, is_resumed=True)
+        placement = registry.place(again, is_recovery=True)
         assert placement is not None
         assert placement.prefill is not None
-        registry.dispatched(placement.prefill, again, len(again.submit.token_ids), is_resumed=True)
+        registry.dispatched(placement.prefill, again, len(again.submit.token_ids), is_recovery=True)
         registry.dispatched(placement.decode, again, 0)
         dispatched[placement.prefill].append(length)
     assert sorted(map(sorted, dispatched.values())) == [[100, 100, 100, 100], [100, 300]]

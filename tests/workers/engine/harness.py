@@ -232,9 +232,9 @@ class Worker:
                         self.write_state(event.state, None)
                     if self.specs[event.id].task is Task.DECODE:
                         self._overwrite(event)
-                    elif event.importing:
+                    elif event.import_hashes:
                         self.importing[event.id] = event
-                        end = event.num_cached + len(event.importing) * self.config.block_size
+                        end = event.num_cached + len(event.import_hashes) * self.config.block_size
                         self._clear(event.import_tables, event.num_cached, end)
 
         self.engine.step(take)
@@ -324,7 +324,7 @@ class Worker:
         if number not in self.sequences:
             return False
         if is_sparse(self.config):  # a whole point or nothing
-            num_blocks = len(event.importing) if num_blocks else 0
+            num_blocks = len(event.import_hashes) if num_blocks else 0
         end = event.num_cached + num_blocks * self.config.block_size
         if event.prefix_source == "remote":
             self._compute_elsewhere(event, end)
@@ -332,7 +332,7 @@ class Worker:
             assert self.disk is not None
             first = event.num_cached // self.config.block_size
             for digest, block in zip(
-                event.importing[:num_blocks], event.tables[0].blocks[first:], strict=False
+                event.import_hashes[:num_blocks], event.tables[0].blocks[first:], strict=False
             ):
                 self.executor.kv.write([block], self._whole, memoryview(self.disk.blocks[digest]))
         self.engine.commit_prefix(number, num_blocks * self.config.block_size)

@@ -204,7 +204,7 @@ class Pair:
             for worker in (self.prefill, self.decode):
                 worker.finish_copies()
                 for number, event in list(worker.importing.items()):
-                    worker.finish_import(number, len(event.importing))
+                    worker.finish_import(number, len(event.import_hashes))
                 if worker.engine.has_work:
                     self.step(worker)
             for request in list(self.active):

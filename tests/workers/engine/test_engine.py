@@ -412,7 +412,7 @@ def test_what_comes_from_elsewhere_is_no_time_of_the_prefill() -> None:
     now = 1.0
     (admitted,) = engine.step()
     assert isinstance(admitted, Admitted)
-    assert (admitted.queue_seconds, len(admitted.importing)) == (1.0, 2)
+    assert (admitted.queue_seconds, len(admitted.import_hashes)) == (1.0, 2)
     assert engine.requests.waiting_tokens == len(PROMPT) - 8
     now = 31.0
     engine.commit_prefix(1, 0)

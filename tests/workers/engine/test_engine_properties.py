@@ -166,7 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
         """All of a prefix, part of it or nothing."""
         for worker in (self.pair.prefill, self.pair.decode):
             for number, event in list(worker.importing.items()):
-                worker.finish_import(number, data.draw(st.integers(0, len(event.importing))))
+                worker.finish_import(number, data.draw(st.integers(0, len(event.import_hashes))))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -365,10 +365,10 @@ def read_from_disk(pair: Pair, rng: random.Random) -> Iterator[str]:
     """Ends the imports from disk, well or not; yields what happened."""
     for worker in (pair.prefill, pair.decode):
         for number, event in list(worker.importing.items()):
-            num_blocks = rng.randint(0, len(event.importing))
+            num_blocks = rng.randint(0, len(event.import_hashes))
             if not worker.finish_import(number, num_blocks):
                 yield "cancelled reading"
-            elif num_blocks == len(event.importing):
+            elif num_blocks == len(event.import_hashes):
                 yield "read"
             else:
                 yield "read in part" if num_blocks else "failed reading"
