@@ -219,8 +219,7 @@ class Tokenizer:
         """Returns the token ids of `text`, by default with the tokenizer's own special tokens.
 
         Long texts wait for a thread, which callers share fairly (FairThreads.run). Raises
-        InvalidArgument if
-        the text has too many tokens, and Overloaded if too many texts wait.
+        InvalidArgument if the text has too many tokens, and Overloaded if too many texts wait.
         """
         return await TOKENIZING.run(fairness_id, len(text), self._encode, text, add_special_tokens)
 

@@ -131,9 +131,10 @@ class Pool:
     ) -> list[str]:
         """Returns the workers that a placement considers, none of them in `avoid`.
 
-        `computes`: they compute the prompt, else they fetch its KV cache. `is_recovery`: the request
-        jumps the queue, so the number of cached tokens decides among the holders. `affinity`: the
-        workers that it prefers are considered; finding them takes 1 us for each worker.
+        `computes`: they compute the prompt, else they fetch its KV cache. `is_recovery`: the
+        request jumps the queue, so the number of cached tokens decides among the holders.
+        `affinity`: the workers that it prefers are considered; finding them takes 1 us for each
+        worker.
         """
         if len(self._by_load) <= MAX_CANDIDATES:
             found = sorted(self._by_load.least(MAX_CANDIDATES))

@@ -229,9 +229,9 @@ class WorkerRegistry:
         """Chooses the workers of an attempt, none of them in `avoid`.
 
         `prefill`: the worker that already holds the KV cache. `colocated`: one worker does prefill
-        and decode. `is_recovery`: the worker computes the prompt before all others except prompts of
-        other resumed requests; so neither its queue nor its estimated speed count, and the worker
-        with the most cached tokens wins. Without a decode worker, a prefill worker does both.
+        and decode. `is_recovery`: the worker computes the prompt before all others except prompts
+        of other recoveries; so neither its queue nor its estimated speed count, and the worker with
+        the most cached tokens wins. Without a decode worker, a prefill worker does both.
 
         Returns None if there is no worker, or no decode worker that can continue after `prefill`.
         """

@@ -131,7 +131,7 @@ class WorkerState:
 
     @property
     def ahead_tokens(self) -> int:
-        """Returns the pending prompt tokens of resumed requests, which are computed first."""
+        """Returns the pending prompt tokens of recoveries, which are computed first."""
         return sum(self.requests[each][0].uncached_tokens for each in self.ahead)
 
     @property

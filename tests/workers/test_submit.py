@@ -79,7 +79,7 @@ def test_a_submit_as_the_engine_takes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "turn", "continues"),
+    ("given", "turn", "is_recovery"),
     [
         (worker_pb2.TURN_UNSPECIFIED, Turn.BY_INDEX, True),
         (worker_pb2.TURN_FIRST_OF_PRIORITY, Turn.FIRST_OF_PRIORITY, False),
@@ -88,10 +88,10 @@ def test_a_submit_as_the_engine_takes_it() -> None:
     ],
 )
 def test_the_turn_of_what_was_begun_elsewhere(
-    given: "worker_pb2.Turn", turn: Turn, continues: bool
+    given: "worker_pb2.Turn", turn: Turn, is_recovery: bool
 ) -> None:
     spec = parse(first_index=2, turn=given)
-    assert (spec.turn, spec.is_recovery) == (turn, continues)
+    assert (spec.turn, spec.is_recovery) == (turn, is_recovery)
 
 
 def test_all_that_shapes_a_distribution() -> None:

@@ -185,15 +185,16 @@ class Engine:
             raise RuntimeError(
                 f"sequence {sequence_id}: commit of a prefix while {sequence.state.value}"
             )
+        num_imported = len(sequence.import_hashes)
         num_blocks, rest = divmod(num_tokens, self.config.block_size)
-        if rest or not 0 <= num_blocks <= len(sequence.import_hashes):
+        if rest or not 0 <= num_blocks <= num_imported:
             raise ValueError(
-                f"num_tokens: {num_tokens} must fill 0 to {len(sequence.import_hashes)} blocks of "
+                f"num_tokens: {num_tokens} must fill 0 to {num_imported} blocks of "
                 f"{self.config.block_size} tokens exactly"
             )
-        if self.requests.resume.is_sparse and 0 < num_blocks < len(sequence.import_hashes):
+        if self.requests.resume.is_sparse and 0 < num_blocks < num_imported:
             raise ValueError(
-                f"num_tokens: {num_tokens} must be 0 or fill all {len(sequence.import_hashes)} blocks, "
+                f"num_tokens: {num_tokens} must be 0 or fill all {num_imported} blocks, "
                 "because the model keeps windows or state"
             )
         self.requests.commit_prefix(sequence, num_tokens)

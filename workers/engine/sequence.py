@@ -126,8 +126,8 @@ class SequenceSpec:
     def order(self) -> tuple[bool, int, bool]:
         """Returns the sort key of sequences that wait for blocks or for a step.
 
-        Resumed streams come first, then higher priorities. Within a priority, FIRST_OF_PRIORITY
-        comes first.
+        Recoveries come first, then higher priorities. Within a priority, FIRST_OF_PRIORITY comes
+        first.
         """
         return not self.is_recovery, -self.priority, self.turn is not Turn.FIRST_OF_PRIORITY
 

@@ -73,7 +73,7 @@ class RequestManager:
     metrics: Metrics = NULL_METRICS
     clock: Callable[[], float] = time.monotonic  # the engine's
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
-    # Tokens of resumed requests that this worker has computed again.
+    # Tokens of interrupted requests that this worker has computed again.
     num_recomputed_tokens: int = field(init=False, default=0)
     load_reports: LoadReports = field(init=False)
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)

@@ -160,7 +160,7 @@ def test_reported_blocks_attract_requests_until_they_are_evicted() -> None:
     assert len({registry.place(asked) for _ in range(60)}) == 3
 
 
-def test_a_resumed_request_goes_to_the_worker_with_most_of_it_cached() -> None:
+def test_a_recovery_goes_to_the_worker_with_most_of_it_cached() -> None:
     registry = registry_of(2, 1)
     first = request(prompt(1, 1_000), "1")
     cached, _ = dispatch(registry, first)
@@ -176,7 +176,7 @@ def test_a_resumed_request_goes_to_the_worker_with_most_of_it_cached() -> None:
     ] * 5
 
 
-def test_a_resumed_request_goes_to_its_cached_prefix_even_on_a_slow_worker() -> None:
+def test_a_recovery_goes_to_its_cached_prefix_even_on_a_slow_worker() -> None:
     """Prompts of one length do not show if a token or the start is slow; a cached one is short."""
     registry = registry_of(2, 1)
     first = request(prompt(1, 1_000), "1")
@@ -192,7 +192,7 @@ def test_a_resumed_request_goes_to_its_cached_prefix_even_on_a_slow_worker() -> 
     }
 
 
-def test_resumed_requests_spread_over_workers_with_the_same_cached_prefix() -> None:
+def test_recoveries_spread_over_workers_with_the_same_cached_prefix() -> None:
     """They continue the streams of a dead worker, whose prompts begin alike.
 
     A worker with longer uncached rests gets fewer of them.
