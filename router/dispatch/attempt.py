@@ -21,9 +21,9 @@ _MAX_FETCHES: Final = 2
 """Failed fetches of one KV cache, after which the prefill worker is taken to be at fault."""
 
 _USUAL_CRASHES: Final = 4
-"""Crashes of one request's workers that count as usual. Each further one doubles the steps that
-prove the request, so a request that always crashes its worker some steps after a move is on its
-solo run when it does.
+"""Crashes of one request's workers after which each further crash doubles the tokens that prove the
+request. So a request that always crashes a worker some tokens after a move is at last still on its
+solo run then.
 """
 
 _NO_HANDOFF: Final = {Cause.INVALID, Cause.NOT_FINITE}
@@ -38,14 +38,14 @@ if the router closes.
 class ChoiceState(Enum):
     """The progress of one choice of an attempt.
 
-        OPENING ──first token──> DECODING                                  one worker
-        OPENING ──first token──> MOVING ──KV cache received──> DECODING    a pair
+        PREFILLING ──first token──> DECODING                                        one worker
+        PREFILLING ──first token──> TRANSFERRING ──KV cache received──> DECODING    a pair
 
     A choice that has ended or was interrupted is no longer in the attempt.
     """
 
-    OPENING = auto()  # its prompt waits or is computed
-    MOVING = auto()  # the decode worker waits for the KV cache, which the prefill worker holds
+    PREFILLING = auto()  # its prompt waits or is computed
+    TRANSFERRING = auto()  # the decode worker lacks the KV cache, which the prefill worker holds
     DECODING = auto()
 
 
@@ -72,10 +72,11 @@ class Attempt:
     """Runs choices at one worker or at a pair of a prefill worker and a decode worker.
 
     Call `start`, then `poll` whenever something may have come, and `end` in any case. In a pair,
-    the decode worker gets its submit as soon as the handle of the KV cache has come. Its tokens are
-    read once each choice has its first token from the prefill worker; its refusal is read at once.
-    Until it has received the KV cache, the prefill worker holds that, and `hand_off` can give it to
-    another decode worker. `may_decode` decides when a decode worker gets its submit.
+    the decode worker gets its submit once the handle of the KV cache has come and `may_decode`
+    allows it. The decode worker's tokens are read once each choice has its first token from the
+    prefill worker; a refusal of the decode worker is read at once. Until the decode worker has
+    received the KV cache, the prefill worker holds it, and `hand_off` can give it to another decode
+    worker.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Attempt:
         self.placement = placement._replace(prefill=None) if is_one_step else placement
         self._choices = range(submit.first_choice, submit.first_choice + submit.num_choices)
         # Of the choices that have neither ended nor been interrupted.
-        self._states = dict.fromkeys(self._choices, ChoiceState.OPENING)
+        self._states = dict.fromkeys(self._choices, ChoiceState.PREFILLING)
         self._submit = submit
         self._number = submit.attempt
         self._send = send
@@ -113,9 +114,9 @@ class Attempt:
         self._timer = timer
         self._may_decode = may_decode
         self._waits_to_decode = False
-        # Computes the prompt; in a pair it does nothing else.
-        self._opener: WorkerStream | SuspendedChoice | None = source
-        self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
+        # Of the worker that computes the prompt: in a pair the prefill worker, else the only one.
+        self._first_stream: WorkerStream | SuspendedChoice | None = source
+        self._decode_stream: WorkerStream | None = None  # of the decode worker of a pair
         self._kv = worker_pb2.KvHandle()  # set once the prefill worker has admitted the request
         self._proof = submit.first_index + 1 + 2 ** max(num_crashes - _USUAL_CRASHES, 0)
         self._num_fetches_failed = 0
@@ -126,21 +127,21 @@ class Attempt:
     @property
     def holds_kv(self) -> bool:
         """Returns True if the prefill worker seems to hold the KV cache still."""
-        return self._opener is not None and self._opener.failure is None
+        return self._first_stream is not None and self._first_stream.failure is None
 
     @property
-    def is_computed(self) -> bool:
-        """Returns True if the prompt is computed, so a decode worker can begin."""
-        return not self._needs_opener
+    def is_prefilled(self) -> bool:
+        """Returns True in a pair once each choice has its first token, so decoding can begin."""
+        return not self._reads_first_stream
 
     @property
     def unproven_worker(self) -> str | None:
         """The worker that computes and has not yet survived its first steps; None if none does."""
         if self.is_proven or not self._states:
             return None
-        if self._needs_opener:
+        if self._reads_first_stream:
             return self.placement.prefill or self.placement.decode
-        return None if self._decoder is None else self.placement.decode
+        return None if self._decode_stream is None else self.placement.decode
 
     @property
     def choices(self) -> Set[int]:
@@ -155,10 +156,10 @@ class Attempt:
         num_tokens = len(self._submit.token_ids)
         decode_id = self.placement.decode
         is_recovery = self.part.is_recovery
-        if isinstance(self._opener, SuspendedChoice):
+        if isinstance(self._first_stream, SuspendedChoice):
             self._registry.dispatched(decode_id, self.part, 0)
-            self._kv = self._opener.kv
-            self._states = dict.fromkeys(self._states, ChoiceState.MOVING)
+            self._kv = self._first_stream.kv
+            self._states = dict.fromkeys(self._states, ChoiceState.TRANSFERRING)
             self._waits_to_decode = True
             return
         if self.placement.prefill is None:
@@ -178,8 +179,8 @@ class Attempt:
             )
             self._registry.dispatched(decode_id, self.part, 0)
         worker_id = self.placement.prefill or decode_id
-        self._opener = self._send(worker_id, self._submit)
-        if self._opener is None:
+        self._first_stream = self._send(worker_id, self._submit)
+        if self._first_stream is None:
             self._interrupt(Cause.GONE, (worker_id, 0), "worker left")
 
     def poll(self) -> Iterator[TokenDelta]:
@@ -201,14 +202,18 @@ class Attempt:
                     self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
                 if not self._states:
                     return
-            if stream.failure is not None and (stream is self._decoder or self._needs_opener):
+            if stream.failure is not None and (
+                stream is self._decode_stream or self._reads_first_stream
+            ):
                 self._failed(stream, stream.failure)
         if self._waits_to_decode and self._states:
             self._start_decode()
 
     def drop(self, choice: int) -> None:
         """Cancels a choice that is no longer wanted."""
-        if self._states.pop(choice, None) is not None and (stream := self._decoder or self._opener):
+        if self._states.pop(choice, None) is not None and (
+            stream := self._decode_stream or self._first_stream
+        ):
             stream.cancel_choice(choice)
 
     def hand_off(self, placement: Placement, number: int) -> None:
@@ -235,7 +240,7 @@ class Attempt:
             return
         self._ended = True
         self._waits_to_decode = False
-        for stream in (self._opener, self._decoder):
+        for stream in (self._first_stream, self._decode_stream):
             if stream is not None:
                 stream.cancel()
         for worker_id in (self.placement.prefill, self.placement.decode):
@@ -243,18 +248,18 @@ class Attempt:
                 self._registry.ended(worker_id, self.part.request_id)
 
     @property
-    def _needs_opener(self) -> bool:
-        """Returns True if the outputs of the prefill worker still matter."""
-        return self.placement.prefill is None or ChoiceState.OPENING in self._states.values()
+    def _reads_first_stream(self) -> bool:
+        """Returns True while the first stream matters: in a pair until all first tokens came."""
+        return self.placement.prefill is None or ChoiceState.PREFILLING in self._states.values()
 
     def _streams_to_read(self) -> Iterator[WorkerStream | SuspendedChoice]:
-        if self._opener is not None and self._needs_opener:
-            yield self._opener
-        decoder = self._decoder
-        if decoder is not None and self._states:
-            is_refused = decoder.failure is not None and not decoder.received_kv
-            if is_refused or not self._needs_opener:
-                yield decoder
+        if self._first_stream is not None and self._reads_first_stream:
+            yield self._first_stream
+        stream = self._decode_stream
+        if stream is not None and self._states:
+            is_refused = stream.failure is not None and not stream.received_kv
+            if is_refused or not self._reads_first_stream:
+                yield stream
 
     def _send_decode(self) -> None:
         submit = worker_pb2.Submit()
@@ -262,26 +267,26 @@ class Attempt:
         submit.attempt = self._number
         submit.task = worker_pb2.TASK_DECODE
         submit.kv.CopyFrom(self._kv)
-        self._decoder = self._send(self.placement.decode, submit)
-        if self._decoder is None:
+        self._decode_stream = self._send(self.placement.decode, submit)
+        if self._decode_stream is None:
             worker = (self.placement.decode, 0)
             self._interrupt(Cause.GONE, worker, "worker left", can_hand_off=True)
             return
         for choice in self._choices:  # some have ended since the prefill worker got its submit
             if choice not in self._states:
-                self._decoder.cancel_choice(choice)
+                self._decode_stream.cancel_choice(choice)
 
     def _tokens(self, output: worker_pb2.Output) -> TokenDelta | None:
         tokens, choice = output.tokens, output.choice
         if not self._begun:
             self._begin(output)
-        if self._states.get(choice) is ChoiceState.OPENING:
+        if self._states.get(choice) is ChoiceState.PREFILLING:
             following = (
-                ChoiceState.DECODING if self.placement.prefill is None else ChoiceState.MOVING
+                ChoiceState.DECODING if self.placement.prefill is None else ChoiceState.TRANSFERRING
             )
-            for opened in self._choices if self._is_beam else (choice,):
-                if opened in self._states:
-                    self._states[opened] = following
+            for each in self._choices if self._is_beam else (choice,):
+                if each in self._states:
+                    self._states[each] = following
         if choice not in self._states:
             return None
         if tokens.num_draft_tokens:
@@ -315,8 +320,8 @@ class Attempt:
             )
 
     def _admitted(self, stream: WorkerStream | SuspendedChoice, output: worker_pb2.Output) -> None:
-        self._timer.observe(output, decode=stream is self._decoder)
-        if stream is self._opener:
+        self._timer.observe(output, decode=stream is self._decode_stream)
+        if stream is self._first_stream:
             self._num_cached = output.admitted.cached_tokens
             if self.placement.prefill is not None and self._submit.max_tokens > 1:
                 self._kv = output.admitted.kv
@@ -328,9 +333,9 @@ class Attempt:
             if self._may_decode(self):
                 self._waits_to_decode = False
                 self._send_decode()
-        elif self._opener is not None and not self._needs_opener:
+        elif self._first_stream is not None and not self._reads_first_stream:
             self._waits_to_decode = False
-            self._interrupt(Cause.GONE, self._opener.worker, "KV cache lost")
+            self._interrupt(Cause.GONE, self._first_stream.worker, "KV cache lost")
 
     def _kv_received(self, output: worker_pb2.Output) -> None:
         self._timer.observe(output, decode=True)
@@ -363,11 +368,11 @@ class Attempt:
         if cause is None:
             # A worker reads a grammar before it admits the request.
             cause = Cause.CRASH if stream.may_have_begun or self._submit.grammar else Cause.GONE
-        is_decoder = stream is self._decoder
-        if is_decoder:
-            self._decoder = None
+        is_decode = stream is self._decode_stream
+        if is_decode:
+            self._decode_stream = None
             self._num_fetches_failed += cause is Cause.TRANSFER
-        self._interrupt(cause, stream.worker, failure.message, can_hand_off=is_decoder)
+        self._interrupt(cause, stream.worker, failure.message, can_hand_off=is_decode)
 
     def _interrupt(
         self,

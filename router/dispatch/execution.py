@@ -389,7 +389,7 @@ class RequestExecution:
         """
         if self not in self._poison_guard:
             return True
-        return attempt.is_computed and self._poison_guard.may_start(self, attempt.placement.decode)
+        return attempt.is_prefilled and self._poison_guard.may_start(self, attempt.placement.decode)
 
     def _end_solo_runs(self) -> None:
         """Ends the solo run at a worker where the request is proven.
