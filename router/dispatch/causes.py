@@ -1,40 +1,38 @@
 """Defines the causes of interruptions."""
 
-from enum import Enum
+from enum import Enum, auto
 from typing import Final
 
 from ...proto import worker_pb2
 
 
 class Cause(Enum):
-    """The cause of an interruption of choices.
-
-    Its two flags: the request avoids the worker for a while; the request itself may be at fault.
-    """
+    """The cause of an interruption of choices."""
 
     # The worker refused the request; another one would do the same.
-    INVALID = ("invalid", False, True)
+    INVALID = auto()
     # The worker's queue or KV cache is full.
-    FULL = ("full", True, False)
+    FULL = auto()
     # The worker drains, has left, or was lost before it can have begun to compute the request.
-    GONE = ("gone", True, False)
+    GONE = auto()
     # The worker was lost after it may have begun.
-    CRASH = ("crash", True, True)
+    CRASH = auto()
     # The KV cache could not be fetched, by the fault of either side.
-    TRANSFER = ("transfer", False, False)
+    TRANSFER = auto()
     # The worker needed the blocks for older sequences.
-    PREEMPTED = ("preempted", False, False)
+    PREEMPTED = auto()
     # The worker drains, and holds the KV cache for another one.
-    SUSPENDED = ("suspended", True, False)
+    SUSPENDED = auto()
     # The model computed NaN or infinity. A second report of the same request ends it. It has not
     # harmed the worker, so it is no suspect of the PoisonGuard.
-    NOT_FINITE = ("not_finite", True, False)
+    NOT_FINITE = auto()
     # The worker cannot serve the request, by its own fault.
-    UNABLE = ("unable", True, False)
+    UNABLE = auto()
 
-    def __init__(self, _name: str, avoids_worker: bool, counts_crash: bool) -> None:
-        self.avoids_worker = avoids_worker
-        self.counts_crash = counts_crash
+    @property
+    def avoids_worker(self) -> bool:
+        """Returns True if the request avoids the worker for a while, see AVOID_SECONDS."""
+        return self not in (Cause.INVALID, Cause.TRANSFER, Cause.PREEMPTED)
 
 
 CAUSES: Final = {

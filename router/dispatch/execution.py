@@ -35,6 +35,7 @@ from ..scheduling.admission import Admission
 from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
 from .attempt import Attempt, Interruption, Submitter
+from .blocked_prompts import BLOCKED_SECONDS
 from .causes import Cause
 from .output_buffer import OutputBuffer, Wakeup
 from .poison_guard import PoisonGuard
@@ -55,7 +56,15 @@ AVOID_SECONDS: Final = 2.0
 or has room again.
 """
 
-_GIVEN_UP: Final = "the request was given up after two workers were lost"
+_BLOCKED_MINUTES: Final = f"{BLOCKED_SECONDS / 60:g} minutes"
+_GIVEN_UP: Final = (
+    "the request was given up: at least two workers crashed while they computed it; the same "
+    f"request is refused for the next {_BLOCKED_MINUTES}"
+)
+_BLOCKED: Final = (
+    "the request is refused: the same request crashed at least two workers within the last "
+    f"{_BLOCKED_MINUTES}; change the prompt or a parameter other than the seed, or wait"
+)
 _NOT_FINITE: Final = "the request was given up: the model's output was not finite, twice"
 
 
@@ -139,7 +148,7 @@ class RequestExecution:
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
             if self._poison_guard.blocked_prompts.is_blocked(self._request):
-                raise InternalError(_GIVEN_UP)
+                raise InternalError(_BLOCKED)
             try:
                 release = await before(
                     earlier(deadline, ends_at),
@@ -241,9 +250,9 @@ class RequestExecution:
     def start(self) -> None:
         """Starts the first attempt, or one for each choice if the request began elsewhere.
 
-        While no worker can take the request but sessions with workers are broken, which may come
-        back within seconds, it is parked. So is a request that was in the queue at a loss, even if
-        the worker has left since. Raises Unavailable if there is no worker.
+        If no worker can take the request, it is parked if a worker is lost now or was lost since
+        the request arrived, because that worker may return within seconds. Otherwise raises
+        Unavailable.
         """
         choices = self._first_choices() if self._request.emitted else [None]
         waiting = [choice for choice in choices if not self._start(choice)]
@@ -416,7 +425,7 @@ class RequestExecution:
             self._avoided[worker] = self._clock() + AVOID_SECONDS
         for choice in choices:
             self._num_transfers_lost[choice] += cause is Cause.TRANSFER
-        if cause.counts_crash:
+        if cause is Cause.CRASH:
             self._count_crash(interruption, attempt)
         self._poison_guard.look_elsewhere(self)
         until = self._clock() + self._park_seconds

@@ -14,7 +14,7 @@ from tandem.proto import worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.dispatch import execution
 from tandem.router.dispatch.attempt import Attempt
-from tandem.router.dispatch.causes import Cause
+from tandem.router.dispatch.causes import CAUSES, Cause
 from tandem.router.dispatch.execution import RequestExecution
 from tandem.router.request import TokenRequest
 from tandem.tests.matrix.cases import Case
@@ -78,7 +78,7 @@ async def test_drains_count_against_no_request(cluster: Cluster) -> None:
 async def test_drains_that_count_as_crashes_are_seen(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Cause.GONE, "counts_crash", True)
+    monkeypatch.setitem(CAUSES, worker_pb2.FAILURE_KIND_GONE, Cause.CRASH)
     with pytest.raises(InternalError):
         await drain_twice(cluster)
     await cluster.renew()  # the old one refuses the prompt

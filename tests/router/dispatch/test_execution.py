@@ -620,7 +620,8 @@ def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None
             worker_pb2.FAILURE_KIND_WORKER,
             "",
             InternalError,
-            "the request was given up after two workers were lost",
+            "the request was given up: at least two workers crashed while they computed it; the "
+            "same request is refused for the next 10 minutes",
         ),
         (worker_pb2.FAILURE_KIND_GONE, "", Unavailable, "no worker is ready"),
     ],
@@ -898,6 +899,24 @@ class _Slot:
         return lambda: None
 
     async def __aexit__(self, *_: object) -> None: ...
+
+
+async def test_the_error_of_a_blocked_request_says_how_long_a_retry_is_useless() -> None:
+    pools, wake, poison_guard = FakePools(random.Random(4), pairs=False), Wakeup(), PoisonGuard()
+    request, registry = choices_request(1), cast(WorkerRegistry, pools)
+    poison_guard.blocked_prompts.block(request)
+    execution = RequestExecution(
+        request,
+        (),
+        send=pools.send,
+        registry=registry,
+        timer=RequestTimer(request, inference_pb2.Timeline()),
+        poison_guard=poison_guard,
+    )
+    admission: Any = SimpleNamespace(permit=lambda request: _Slot())
+    with pytest.raises(InternalError, match="within the last 10 minutes; change the prompt"):
+        await anext(execution.run(admission, wake))
+    assert not pools.submits
 
 
 @pytest.mark.parametrize("error", [None, Unavailable("the service is stopping")])
