@@ -97,14 +97,14 @@ class ModelRunner(Executor):
         tp = TensorParallel(group)
         self._attention = _attention_backend(kv, config, tp, batch_invariant)
         self._graphs: DecodeGraphs | None = None
-        self._decodes = None
-        self._tokens = None
-        self._adapted: AdaptedPrograms | None = None
+        self._decode_program = None
+        self._token_program = None
+        self._adapted_programs: AdaptedPrograms | None = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
             record = partial(record_steps, model, self._attention, self._states)
-            self._decodes, self._tokens = record()
+            self._decode_program, self._token_program = record()
             if model.lora is not None:
-                self._adapted = AdaptedPrograms(model.lora, record)
+                self._adapted_programs = AdaptedPrograms(model.lora, record)
         # The block tables of each sequence, as in `SequenceSpan`.
         self._tables: dict[int, tuple[array[int], ...]] = {}
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
@@ -422,7 +422,9 @@ class ModelRunner(Executor):
         replaced = self.rows.of_step(
             (step.sequence_id, step.start, len(step.token_ids)) for step in plan.sequences
         )
-        decodes, tokens = self._programs(is_adapted) if replaced is None else (None, None)
+        decode_program, token_program = (
+            self._programs(is_adapted) if replaced is None else (None, None)
+        )
         only_decodes = (
             len(spans) == len(token_ids) == num_sampling and replaced is None and not pools
         )
@@ -431,38 +433,43 @@ class ModelRunner(Executor):
             logits = self._graphs.run(token_ids, spans)
             if logits is not None:
                 return StepOutput(logits)
-        counts = np.array([span.num_tokens for span in spans])
-        ends = counts.cumsum()
-        firsts = np.array([span.start for span in spans]) - ends + counts
-        positions = np.arange(ends[-1]) + firsts.repeat(counts)
-        sampled_rows = _sampled_rows(plan.sequences, ends)
-        positions_device, rows_device = copy_to_device([positions, sampled_rows], self._device)
-        if decodes and only_decodes:
+        positions, sampled_rows = self._positions_and_rows(plan, spans)
+        if decode_program and only_decodes:
             self._on_stage("model")
-            logits = decodes(token_ids, positions_device, spans)
+            logits = decode_program(token_ids, positions, spans)
             if logits is not None:
                 return StepOutput(logits)
         hidden = self._hidden(
-            token_ids, positions_device, spans, on_layers, replaced, program=tokens
+            token_ids, positions, spans, on_layers, replaced, program=token_program
         )
-        rows = None if len(sampled_rows) == len(token_ids) else rows_device
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
             prompts = compute_prompt_logprobs(
                 hidden, self._model.compute_logits, plan.sequences, self._num_top
             )
-        logits = self._model.compute_logits(hidden if rows is None else hidden[rows])
+        samples_all = len(sampled_rows) == len(token_ids)
+        logits = self._model.compute_logits(hidden if samples_all else hidden[sampled_rows])
         embeddings = self._pooler(hidden, plan.sequences) if pools else None
         return StepOutput(logits, prompts, sum_chunks(hidden, plan.sequences), embeddings)
+
+    def _positions_and_rows(
+        self, plan: StepPlan, spans: Sequence[SequenceSpan]
+    ) -> list[torch.Tensor]:
+        """Returns the positions [num_tokens] and the sampled rows [num_sampled], on the device."""
+        counts = np.array([span.num_tokens for span in spans])
+        ends = counts.cumsum()
+        firsts = np.array([span.start for span in spans]) - ends + counts
+        positions = np.arange(ends[-1]) + firsts.repeat(counts)
+        return copy_to_device([positions, _sampled_rows(plan.sequences, ends)], self._device)
 
     def _programs(self, is_adapted: bool) -> Programs:
         """Returns the programs of the step, whose adapters are applied."""
         if not is_adapted:
-            return self._decodes, self._tokens
+            return self._decode_program, self._token_program
         shape = self._model.lora.shape if self._model.lora else None
-        if shape is None or self._adapted is None or self._decodes is None:
+        if shape is None or self._adapted_programs is None or self._decode_program is None:
             return None, None
-        return self._adapted.of_step(shape)
+        return self._adapted_programs.of_step(shape)
 
     def _hidden(
         self,

@@ -184,7 +184,7 @@ def test_in_bfloat16_logits_depend_on_the_tokens_alone(
     mixed = logits_by_position(other, cut(150, random.Random(1)), 3, monkeypatch)
     for end, logits in mixed.items():
         assert torch.equal(logits, decoded[end]), end
-    assert None not in (other._decodes, other._tokens)
+    assert None not in (other._decode_program, other._token_program)
     expected = step_logits(other, monkeypatch, recorded=False)
     assert all(map(torch.equal, step_logits(other, monkeypatch, recorded=True), expected))
 

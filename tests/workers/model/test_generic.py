@@ -449,9 +449,9 @@ def test_steps_of_transformers_code_are_recorded_as_programs(
     results = []
     for is_recorded in (True, False):
         runner = load(folder, dtype="bfloat16", model_impl="transformers")
-        assert None not in (runner._decodes, runner._tokens)
+        assert None not in (runner._decode_program, runner._token_program)
         if not is_recorded:
-            runner._decodes = runner._tokens = None
+            runner._decode_program = runner._token_program = None
         with recorded_logits(monkeypatch) as logits:
             tokens = mixed_steps(runner)
         results.append((tokens, torch.cat(logits).float()))

@@ -347,19 +347,19 @@ def test_steps_with_adapters_are_recorded(
         return found
 
     runner = load_all(load(folder, dtype="bfloat16"), adapters)
-    assert runner._adapted is not None
-    record = runner._adapted._record
+    assert runner._adapted_programs is not None
+    record = runner._adapted_programs._record
     recordings: list[Programs] = []
 
     def count() -> Programs:
         recordings.append(record())
         return recordings[-1]
 
-    monkeypatch.setattr(runner._adapted, "_record", count)
+    monkeypatch.setattr(runner._adapted_programs, "_record", count)
     found = logits_of(runner, NUMBERS)
     assert [programs for programs in recordings if None not in programs] == recordings
     assert len(recordings) == 2
-    runner._decodes = runner._tokens = None
+    runner._decode_program = runner._token_program = None
     expected = logits_of(runner, NUMBERS)
     assert len(recordings) == 2
     base = logits_of(load(folder, dtype="bfloat16"), dict.fromkeys(NUMBERS, 0))

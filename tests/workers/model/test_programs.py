@@ -55,8 +55,8 @@ def step_logits(
     driver = Driver(runner)
     with recorded_logits(monkeypatch) as logits, monkeypatch.context() as patch:
         if not recorded:
-            patch.setattr(runner, "_decodes", None)
-            patch.setattr(runner, "_tokens", None)
+            patch.setattr(runner, "_decode_program", None)
+            patch.setattr(runner, "_token_program", None)
         for batch in BATCHES:
             prompts = [prompt(1 + 7 * (index % 3), index) for index in range(batch)]
             tokens = driver.run(
@@ -77,8 +77,8 @@ def step_logits(
 def test_logits_are_those_of_single_calls(
     runner: ModelRunner, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert runner._decodes is not None
-    assert runner._tokens is not None
+    assert runner._decode_program is not None
+    assert runner._token_program is not None
     expected = step_logits(runner, monkeypatch, recorded=False)
     for ours, theirs in zip(step_logits(runner, monkeypatch, recorded=True), expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -119,7 +119,7 @@ def test_they_are_so_from_any_thread_and_beside_busy_ones(
 
 def test_a_model_with_other_operations_is_not_recorded(tmp_path: Path) -> None:
     """In float32 torch multiplies."""
-    assert load(make_tiny_model(tmp_path))._decodes is None
+    assert load(make_tiny_model(tmp_path))._decode_program is None
 
 
 def test_nothing_that_computes_is_left_out() -> None:

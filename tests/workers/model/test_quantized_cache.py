@@ -298,9 +298,9 @@ def test_recorded_steps_are_the_same(cache_dtype: str, tmp_path: Path) -> None:
     recorded, step_by_step = (
         load(folder, dtype="bfloat16", cache_dtype=cache_dtype) for _ in range(2)
     )
-    assert recorded._decodes is not None
-    assert recorded._tokens is not None
-    step_by_step._decodes = step_by_step._tokens = None
+    assert recorded._decode_program is not None
+    assert recorded._token_program is not None
+    step_by_step._decode_program = step_by_step._token_program = None
     assert mixed_steps(recorded) == mixed_steps(step_by_step)
 
 
