@@ -36,7 +36,7 @@ from ..request import TokenSource
 from ..resume.policy import ResumePolicy
 from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
-from ..scheduling.capacity import Capacity
+from ..scheduling.capacity import GROWTH_TOKENS, Capacity
 from ..slo import SloOutcome, find_slo, first_token_due
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
@@ -51,12 +51,11 @@ _MAX_LISTED: Final = 16  # names in an error
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 _CHARACTERS_PER_TOKEN: Final = 4
-_TYPICAL_TOKENS: Final = 256
 
 
 @contextmanager
 def tandem_errors_only() -> Iterator[None]:
-    """Turns an exception that is not a TandemError, a defect, into InternalError.
+    """Turns any exception except a TandemError into InternalError: it is a defect of the service.
 
     Logs where it was raised, but not its text, which may hold a prompt or a key.
     """
@@ -152,30 +151,12 @@ class GenerationService:
         trace_id = context.trace.trace_id if context.trace else ""
         CURRENT_REQUEST.set((request.request_id, trace_id))
         model = self.model(request.model)
-        caller = context.caller
-
-        def admit() -> None:
-            caller.quota.check_tokens()
-            if context.deadline is not None and time.monotonic() >= context.deadline:
-                raise deadline_passed()
-            # A resumption is admitted at once, if its tokens are valid.
-            is_resumption = bool(request.resume or context.event_id)
-            if self._admission is not None and not is_resumption:
-                slo = find_slo(model.slo, request.service_tier)
-                self._admission.check_early(
-                    _estimated(request),
-                    caller.tenant,
-                    caller.priority(request.priority),
-                    context.deadline,
-                    first_token_due(slo, context.arrived),
-                )
-
         is_resumable = context.is_resumable or context.event_id is not None
         checked = prepare(
             request,
             model,
             context,
-            admit=admit,
+            admit=partial(self._check_admission, request, model, context),
             resume_key=self._resume_key if is_resumable else None,
             resume_policy=self._resume_policy,
         )
@@ -191,7 +172,8 @@ class GenerationService:
             raise
         CURRENT_REQUEST.set((prepared.request_id, trace_id))
         if prepared.num_restored:
-            caller.quota.take_tokens(prepared.num_restored)  # workers compute them again
+            # Workers compute them again.
+            context.caller.quota.take_tokens(prepared.num_restored)
         return prepared
 
     def run(
@@ -334,6 +316,29 @@ class GenerationService:
             f"model: {name!r} is not served here; served: {', '.join(served[:_MAX_LISTED])}{more}"
         )
 
+    def _check_admission(
+        self, request: inference_pb2.GenerateRequest, model: ServedModel, context: RequestContext
+    ) -> None:
+        """Refuses a request before its tokenization if admission would refuse it afterwards.
+
+        Raises KeyLimitReached, DeadlineExceeded, Overloaded, or the error of `Admission.stop`.
+        """
+        caller = context.caller
+        caller.quota.check_tokens()
+        if context.deadline is not None and time.monotonic() >= context.deadline:
+            raise deadline_passed()
+        # A resumption is admitted at once, if its tokens are valid.
+        is_resumption = bool(request.resume or context.event_id)
+        if self._admission is not None and not is_resumption:
+            slo = find_slo(model.slo, request.service_tier)
+            self._admission.check_early(
+                _estimated(request),
+                caller.tenant,
+                caller.priority(request.priority),
+                context.deadline,
+                first_token_due(slo, context.arrived),
+            )
+
 
 def _token_message(ids: Sequence[int]) -> inference_pb2.TokenizeResponse:
     message = inference_pb2.TokenizeResponse()
@@ -372,8 +377,8 @@ def _estimated(request: inference_pb2.GenerateRequest) -> Capacity:
         + len(prompt.suffix)
         + sum(len(message.content) for message in prompt.chat.messages)
     )
-    num_generated = request.stopping.max_tokens or _TYPICAL_TOKENS
+    generated = min(request.stopping.max_tokens or GROWTH_TOKENS, GROWTH_TOKENS)
     num_choices = max(request.n, request.best_of, request.beam_search.width, 1)
     num_prompt = len(prompt.token_ids.ids) + characters // _CHARACTERS_PER_TOKEN
-    num_tokens = num_prompt + num_choices * min(num_generated, _TYPICAL_TOKENS)
+    num_tokens = num_prompt + num_choices * generated
     return Capacity(sequences=1, prompt_tokens=num_prompt, kv_tokens=num_tokens)

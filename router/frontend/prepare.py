@@ -123,8 +123,10 @@ async def prepare(
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stopping = request.stopping
     stop_tokens = _stop_tokens(stopping, tokenizer)
-    compiling = _PATTERN_MICROSECONDS * len(stopping.stop_regex)
-    stops = await COMPILING.run(fairness_id, compiling, stop_rules, stopping, stop_tokens)
+    compile_microseconds = _PATTERN_MICROSECONDS * len(stopping.stop_regex)
+    stops = await COMPILING.run(
+        fairness_id, compile_microseconds, stop_rules, stopping, stop_tokens
+    )
     submit = _submit(request, model, context.caller, prompt, max_tokens)
     submit.bad_words.extend(bad_words)
     submit.grammar = grammar
@@ -249,8 +251,9 @@ async def _encode_fitting(
 ) -> tuple[list[int], inference_pb2.Chat | None]:
     """Returns the ids of the checked prompt, and its chat without the turns that do not fit.
 
-    Drops turns only if `truncation` asks for it, and as few as suffice, or all that may go if no
-    number does. The caller is charged for the whole chat. Raises as `encode_prompt`.
+    If `truncation` is auto, drops the oldest turns: the fewest with which the prompt fits, or all
+    that may be dropped if it never fits. The caller is charged for the whole chat. Raises as
+    `encode_prompt`.
     """
     caller = context.caller
     ids = await encode_prompt(request.prompt, model.tokenizer, caller)
