@@ -290,53 +290,56 @@ class RequestManager:
                     self.reports.change("memory", event.stored, event.evicted)
                     continue
                 request, choice = self._sequences.get(event.id, (None, 0))
-                if request is None:
+                if request is None:  # the canary, or a request that has ended since the step
                     if event.id == CANARY_ID:
                         self.canary.observe(event)
-                    continue
-                match event:
-                    case NewTokens() if choice in request.choices:
-                        if max(event.token_ids) >= self.limits.vocab_size:
-                            self._not_finite(request, "the model has no such token")
-                            continue
-                        request.session.put_tokens(request.key, choice, event)
-                        if event.finish is not None:
-                            self._end_choice(request, choice)
-                    case Admitted() if event.import_hashes:
-                        loading = self.kv.load(
-                            event.id,
-                            self.importer.load(event, request.spec, request.submit.prefix_holder),
-                        )
-                        loading.add_done_callback(
-                            partial(self._loaded, request, event, self.clock())
-                        )
-                    case Admitted():
-                        request.session.put(request.key, admitted=self._admitted(request, event))
-                    case Progress():
-                        self.kv.progress(
-                            event.id, event.num_computed, event.num_ahead, event.num_layers
-                        )
-                    case PrefillFinished():
-                        if request.spec.beam is not None:
-                            tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
-                            request.session.put(request.key, tokens=tokens)
-                        self.kv.complete(event.id, event.first_tokens)
-                    case Suspended() if choice in request.choices:
-                        self._suspended(request, choice, event)
-                    case Failed() if event.is_not_finite:
-                        self._not_finite(request, event.reason)
-                    case Failed():
-                        self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
-                    case Preempted() if request.spec.beam is not None:
-                        self._refuse(request, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
-                    case Preempted() if choice in request.choices:
-                        request.session.put_failure(
-                            request.key, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted", choice
-                        )
+                elif not isinstance(event, NewTokens):
+                    self._deliver_event(request, choice, event)
+                elif choice in request.choices:  # without a call, because most events are tokens
+                    if max(event.token_ids) >= self.limits.vocab_size:
+                        self._not_finite(request, "the model has no such token")
+                        continue
+                    request.session.put_tokens(request.key, choice, event)
+                    if event.finish is not None:
                         self._end_choice(request, choice)
-        # A defect. The events after it are lost, so no request may wait for them.
         except Exception as error:
+            # A defect. The events after it are lost, so no request may wait for them.
             self.failed(error)
+
+    def _deliver_event(self, request: WorkerRequest, choice: int, event: Event) -> None:
+        """Handles an event without tokens: sends its output, or continues a KV transfer."""
+        match event:
+            case Admitted() if event.import_hashes:
+                self._import_prefix(request, event)
+            case Admitted():
+                request.session.put(request.key, admitted=self._admitted(request, event))
+            case Progress():
+                self.kv.progress(event.id, event.num_computed, event.num_ahead, event.num_layers)
+            case PrefillFinished():
+                if request.spec.beam is not None:
+                    tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
+                    request.session.put(request.key, tokens=tokens)
+                self.kv.complete(event.id, event.first_tokens)
+            case Suspended() if choice in request.choices:
+                self._suspended(request, choice, event)
+            case Failed() if event.is_not_finite:
+                self._not_finite(request, event.reason)
+            case Failed():
+                self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
+            case Preempted() if request.spec.beam is not None:
+                self._refuse(request, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
+            case Preempted() if choice in request.choices:
+                request.session.put_failure(
+                    request.key, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted", choice
+                )
+                self._end_choice(request, choice)
+
+    def _import_prefix(self, request: WorkerRequest, event: Admitted) -> None:
+        """Starts the import of cached blocks from disk or another worker; `_loaded` ends it."""
+        loading = self.kv.load(
+            event.id, self.importer.load(event, request.spec, request.submit.prefix_holder)
+        )
+        loading.add_done_callback(partial(self._loaded, request, event, self.clock()))
 
     def _not_finite(self, request: WorkerRequest, reason: str) -> None:
         """Ends a request for which the model computed NaN, and runs the canary.
