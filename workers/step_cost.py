@@ -36,8 +36,10 @@ _MAX_EARLY: Final = 20
 """The number of steps to which the first measurement of decodes is applied afterwards."""
 
 _TRUSTED: Final = 8
-"""Steps with prompts from which a line through their times tells a fixed part; before, none is
-assumed. A line through two times that differ by noise would make the next chunk far too long.
+"""The number of measured steps with prompts from which the fitted fixed time is used.
+
+Before, the fixed time counts as 0. A line through two times that differ by noise would make the
+next chunk far too long.
 """
 
 _CONSTANT: Final = LinearCost(fixed=1.0, each=0.0)

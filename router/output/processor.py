@@ -138,9 +138,9 @@ class OutputProcessor:
                 self.cancelled.add(message.choice)
 
     def _end_known(self, message: inference_pb2.GenerateResponse) -> None:
-        """Ends a choice where its client has its end, if max_time_ms has ended it there.
+        """Ends a recomputed choice at its earlier end if max_time_ms ended it there.
 
-        Computed again, it would go on.
+        Its tokens do not show that end, so it would continue.
         """
         mark = self._marks.get(message.choice)
         if mark is None or not mark.has_ended or message.finish_reason != UNFINISHED:
@@ -159,9 +159,9 @@ class OutputProcessor:
         return True
 
     def _is_last(self, message: inference_pb2.GenerateResponse) -> bool:
-        """Returns True if the client has the rest of the answer.
+        """Returns True if this message ends the last choice that the client lacks.
 
-        Choices that the client has are computed again, so the source goes on.
+        Choices that the client has in full may still be open here, because they are computed again.
         """
         if not self._request.marks or message.finish_reason == UNFINISHED:
             return False

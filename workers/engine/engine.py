@@ -308,11 +308,11 @@ class Engine:
         return self._source.count(chain, self.prompt_token_seconds * self.config.block_size)
 
     def _take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Returns the names that entered and left the cache of those that routers look for.
+        """Returns the cache names that entered and left, of the kind that routers look up.
 
         These are the names of states, or without state the names of the blocks of table 0.
         """
-        changes = self.requests.pool.take_changes()
+        changes = self.requests.pool.take_changes()  # in any case, because that clears them
         if self.config.num_states:
             return self.requests.states.pool.take_changes()
         if len(self.config.tables) == 1:

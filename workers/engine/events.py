@@ -25,9 +25,9 @@ class Admitted:
     state: int | None = None
     # Hashes of the blocks after the cached ones that have to be filled from elsewhere.
     import_hashes: tuple[bytes, ...] = ()
-    # The blocks of each table that have to be filled then: of a window the last ones alone.
+    # The blocks of each table that the import fills. Of a table with a window, only the last ones.
     import_tables: tuple[TableBlocks, ...] = ()
-    import_state: int | None = None  # the slot of the state that has to be filled then
+    import_state: int | None = None  # the slot of the state that the import fills
     # The source of the `import_hashes`. A remote is the worker of `SequenceSpec.num_remote`.
     prefix_source: Literal["disk", "remote"] = "disk"
 

@@ -346,7 +346,8 @@ class Scheduler:
         sequence = self._requests.waiting[0]
         num_holding = self._requests.num_holding
         num_fitting = (self.budgets.max_sequences - num_holding) // sequence.num_branches
-        # One that waits from before a role with fewer sequences runs alone.
+        # After a change of role, a queued request may have more branches than the new role allows
+        # sequences. It runs alone.
         most = min(most, num_fitting if num_holding else max(num_fitting, 1))
         if most <= 0:
             return 0
