@@ -56,14 +56,14 @@ AVOID_SECONDS: Final = 2.0
 or has room again.
 """
 
-_BLOCKED_MINUTES: Final = f"{BLOCKED_SECONDS / 60:g} minutes"
+_BLOCKED_TIME: Final = f"{BLOCKED_SECONDS / 60:g} minutes"
 _GIVEN_UP: Final = (
     "the request was given up: at least two workers crashed while they computed it; the same "
-    f"request is refused for the next {_BLOCKED_MINUTES}"
+    f"request is refused for the next {_BLOCKED_TIME}"
 )
 _BLOCKED: Final = (
     "the request is refused: the same request crashed at least two workers within the last "
-    f"{_BLOCKED_MINUTES}; change the prompt or a parameter other than the seed, or wait"
+    f"{_BLOCKED_TIME}; change the prompt or a parameter other than the seed, or wait"
 )
 _NOT_FINITE: Final = "the request was given up: the model's output was not finite, twice"
 
