@@ -15,7 +15,7 @@ def test_a_bounded_placement_caches_about_as_much_as_a_full_scan() -> None:
 
 
 def test_the_sessions_of_a_router_are_measured() -> None:
-    found = measure_router(num_workers=4, changed_blocks=8, report_seconds=0.1, seconds=0.2)
+    found = measure_router(num_workers=4, changed_blocks=8, seconds=0.2)
     assert 0 < found["event_loop_share"] <= found["core_share"]
 
 

@@ -3,18 +3,20 @@
 import json
 import multiprocessing
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tandem.cluster.traces.read import TraceScale, parse_scale, read_trace
+from tandem.proto.limits import IDLE_REPORT_SECONDS
+from tandem.router.dispatch.dispatcher import idle_report_seconds
 from tandem.tests.bench.thousand_workers.memory import send_memory
 from tandem.tests.bench.thousand_workers.placement import PlacementFigures
 from tandem.tests.bench.thousand_workers.placement import run as run_placement
 from tandem.tests.bench.thousand_workers.sessions import measure_router
 from tandem.tests.soak.directory import measure_directory
-from tandem.workers.serve.load_reports import IDLE_SECONDS
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -46,7 +48,7 @@ def main(
     changed_blocks: Annotated[
         int, typer.Option(help="Blocks that a worker stores, and evicts, each second.")
     ] = 32,
-    routers: Annotated[int, typer.Option(help="Routers that follow the directory.")] = 4,
+    routers: Annotated[int, typer.Option(help="Routers of the directory and of placement.")] = 4,
     seconds: Annotated[float, typer.Option(help="Time of each measurement of CPU time.")] = 20.0,
     virtual_minutes: Annotated[int, typer.Option(help="Virtual time of the memory's part.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -56,13 +58,14 @@ def main(
     if Part.PLACEMENT in part:
         scale = TraceScale(parse_scale(length_scale), speed)
         requests = read_trace(trace, scale)[:trace_requests] if trace else []
-        for name, full_scan in (("bounded", False), ("full_scan", True)):
-            figures = run_placement(workers, conversations, requests, full_scan=full_scan)
-            found[name] = _described(figures)
+        place = partial(run_placement, workers, conversations, requests)
+        found["bounded"] = _described(place())
+        found["full_scan"] = _described(place(full_scan=True))
+        for seconds_between in (0.0, IDLE_REPORT_SECONDS, idle_report_seconds(workers)):
+            name = f"{routers}_routers_{seconds_between:g}_s"
+            found[name] = _described(place(routers=routers, idle_report_seconds=seconds_between))
     if Part.ROUTER in part:
-        found["router"] = measure_router(
-            workers, round(changed_blocks * IDLE_SECONDS), IDLE_SECONDS, seconds
-        )
+        found["router"] = measure_router(workers, changed_blocks, seconds)
     if Part.DIRECTORY in part:
         found["directory"] = measure_directory(workers, routers, seconds)
     if Part.MEMORY in part:

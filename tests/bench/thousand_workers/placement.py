@@ -37,9 +37,19 @@ class PlacementFigures:
 
 
 def run(
-    num_workers: int, conversations: int, trace: Sequence[TracedRequest], *, full_scan: bool
+    num_workers: int,
+    conversations: int,
+    trace: Sequence[TracedRequest],
+    *,
+    full_scan: bool = False,
+    routers: int = 1,
+    idle_report_seconds: float = 0.0,
 ) -> PlacementFigures:
-    """Simulates a trace, or else conversations, on two pools of equal size."""
+    """Simulates a trace, or else conversations, on two pools of equal size.
+
+    `idle_report_seconds`: from one report of a worker to the next while a router has no requests
+    there.
+    """
     milliseconds: list[float] = []
 
     def place(registry: WorkerRegistry, asked: TokenRequest) -> Placement | None:
@@ -54,7 +64,13 @@ def run(
     pools = Pools(prefill=half, decode=half)
     # Each prefill worker computes for about half of the time.
     traffic = Traffic(conversations=conversations, per_second=0.3 * half)
-    simulation = Simulation(place, traffic=traffic, pools=pools)
+    simulation = Simulation(
+        place,
+        traffic=traffic,
+        pools=pools,
+        routers=routers,
+        idle_report_seconds=idle_report_seconds,
+    )
     for registry in simulation.registries:
         registry.capacity.subscribe(lambda: None)  # as admission does: reports are counted at once
     with _bound(_NO_BOUND if full_scan else pool.MAX_CANDIDATES):

@@ -1,7 +1,8 @@
 """Measures what the sessions with many workers cost a router, over real gRPC.
 
-The sessions of all workers end in one other process, which sends the reports of workers that are
-busy with requests of other routers: the load, and blocks that entered and left the prefix cache.
+The sessions of all workers end in one other process. Its workers are busy with requests of other
+routers, so that each second their load and the blocks in their prefix cache change. The code of a
+worker decides when it reports this.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import grpc.aio
@@ -25,10 +26,13 @@ from tandem.proto.identity import PeerIdentity
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.workers.serve.load_reports import LoadReports
+from tandem.workers.serve.session import RouterSession
 
 NUM_BLOCKS: Final = 2_000
 _MODULE: Final = "tandem.tests.bench.thousand_workers.sessions"
 _FILES_PER_WORKER: Final = 4
+_CHANGE_SECONDS: Final = 1.0  # from one change of a worker's load to the next
 
 
 def make_info(number: int, address: str = "") -> worker_pb2.WorkerInfo:
@@ -82,12 +86,51 @@ class Reports:
         )
 
 
+class _Worker:
+    """A worker with one session, busy with requests of other routers."""
+
+    def __init__(self, number: int, changed_blocks: int) -> None:
+        self._changes = Reports(number, changed_blocks)
+        self._session = RouterSession()
+        self._load = worker_pb2.WorkerLoad()
+        self._load_reports = LoadReports(lambda: self._load, {self._session})
+
+    async def serve(
+        self,
+        requests: AsyncIterator[worker_pb2.SessionRequest],
+        send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ) -> None:
+        tasks = [asyncio.create_task(each) for each in (self._change(), self._read(requests))]
+        try:
+            while (message := await self._session.take()) is not None:
+                self._load_reports.add_to(message, self._session)
+                await send(message)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _change(self) -> None:
+        first = self._changes.first()
+        self._load = first.load
+        self._session.start_cache_reports(first.stored_blocks)
+        await asyncio.sleep(random.uniform(0, _CHANGE_SECONDS))
+        while True:
+            changes = self._changes.next()
+            self._load = changes.load
+            self._session.change_cache(changes.stored_blocks, changes.evicted_blocks)
+            self._load_reports.changed()
+            await asyncio.sleep(_CHANGE_SECONDS)
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            self._session.idle_report_seconds = request.idle_report_seconds
+
+
 class _Workers(worker_pb2_grpc.WorkerServicer):
     """Serves the sessions of all workers."""
 
-    def __init__(self, changed_blocks: int, report_seconds: float) -> None:
+    def __init__(self, changed_blocks: int) -> None:
         self._changed_blocks = changed_blocks
-        self._report_seconds = report_seconds
         self._numbers = itertools.count()
 
     async def Session(
@@ -95,18 +138,23 @@ class _Workers(worker_pb2_grpc.WorkerServicer):
         requests: AsyncIterator[worker_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
     ) -> None:
-        reports = Reports(next(self._numbers), self._changed_blocks)
-        await context.write(reports.first())
-        await asyncio.sleep(random.uniform(0, self._report_seconds))
-        while True:
-            await context.write(reports.next())
-            await asyncio.sleep(self._report_seconds)
+        await _Worker(next(self._numbers), self._changed_blocks).serve(requests, context.write)
 
 
-async def _serve(num_workers: int, changed_blocks: int, report_seconds: float) -> None:
+class _Registry(WorkerRegistry):
+    """Counts the reports."""
+
+    num_reports = 0
+
+    def report(self, worker_id: str, epoch: int, message: worker_pb2.SessionResponse) -> None:
+        self.num_reports += 1
+        super().report(worker_id, epoch, message)
+
+
+async def _serve(num_workers: int, changed_blocks: int) -> None:
     identity = PeerIdentity.from_text(os.environ["BENCH_IDENTITY"])
     server = PeerServer(identity, max_connections=num_workers + 100)
-    worker_pb2_grpc.add_WorkerServicer_to_server(_Workers(changed_blocks, report_seconds), server)  # type: ignore[no-untyped-call]
+    worker_pb2_grpc.add_WorkerServicer_to_server(_Workers(changed_blocks), server)  # type: ignore[no-untyped-call]
     print(server.bind("127.0.0.1", 0), flush=True)
     await server.start()
     await asyncio.to_thread(sys.stdin.read)  # until the parent closes it
@@ -114,9 +162,9 @@ async def _serve(num_workers: int, changed_blocks: int, report_seconds: float) -
 
 
 async def _measure(
-    identity: PeerIdentity, address: str, num_workers: int, report_seconds: float, seconds: float
+    identity: PeerIdentity, address: str, num_workers: int, seconds: float
 ) -> dict[str, float]:
-    registry = WorkerRegistry()
+    registry = _Registry()
     registry.capacity.subscribe(lambda: None)  # as admission does
     before = resident_bytes()
     router = Dispatcher(registry, identity=identity)
@@ -130,31 +178,30 @@ async def _measure(
         "connect_seconds": time.monotonic() - began,
         "connect_cpu_seconds": time.process_time() - used,
     }
-    await asyncio.sleep(report_seconds)  # the reports have spread
+    await asyncio.sleep(2 * _CHANGE_SECONDS)  # every worker has begun to change
     gc.collect()
     gc.freeze()
+    registry.num_reports = 0
     began, used, thread = time.monotonic(), time.process_time(), time.thread_time()
     await asyncio.sleep(seconds)
     took = time.monotonic() - began
     found["core_share"] = (time.process_time() - used) / took
     found["event_loop_share"] = (time.thread_time() - thread) / took
+    found["reports_per_second"] = registry.num_reports / took
     found["resident_mb"] = (resident_bytes() - before) / 1e6
     assert not registry.has_lost
     await router.close()
     return found
 
 
-def measure_router(
-    num_workers: int, changed_blocks: int, report_seconds: float, seconds: float
-) -> dict[str, float]:
+def measure_router(num_workers: int, changed_blocks: int, seconds: float) -> dict[str, float]:
     """Returns the shares of a core of a router with sessions to this many workers.
 
-    `changed_blocks`: in a report. `report_seconds`: from one report of a worker to the next.
+    `changed_blocks`: blocks that a worker stores, and evicts, each second.
     """
     _allow_files(num_workers)
     identity = PeerIdentity.generate()
-    arguments = [sys.executable, "-m", _MODULE, str(num_workers)]
-    arguments += [str(changed_blocks), str(report_seconds)]
+    arguments = [sys.executable, "-m", _MODULE, str(num_workers), str(changed_blocks)]
     with subprocess.Popen(
         arguments,
         stdin=subprocess.PIPE,
@@ -166,7 +213,7 @@ def measure_router(
         assert workers.stdin is not None
         address = workers.stdout.readline().strip()
         try:
-            return uvloop.run(_measure(identity, address, num_workers, report_seconds, seconds))
+            return uvloop.run(_measure(identity, address, num_workers, seconds))
         finally:
             workers.stdin.close()
 
@@ -187,4 +234,4 @@ def resident_bytes() -> int:
 
 if __name__ == "__main__":
     _allow_files(int(sys.argv[1]))
-    uvloop.run(_serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))
+    uvloop.run(_serve(int(sys.argv[1]), int(sys.argv[2])))

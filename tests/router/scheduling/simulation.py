@@ -7,6 +7,7 @@ a module, it prints a comparison of the ways to place requests.
 
 import heapq
 import itertools
+import math
 import random
 import statistics
 from collections import OrderedDict, deque
@@ -103,6 +104,48 @@ class SimulatedRequest:
     done: Callable[[], None]
 
 
+class Session:
+    """Reports one worker's load and changes of its prefix cache to one router."""
+
+    def __init__(
+        self, simulation: "Simulation", registry: WorkerRegistry, info: worker_pb2.WorkerInfo
+    ) -> None:
+        self.num_requests = 0  # of this router at the worker
+        self._simulation = simulation
+        self._registry = registry
+        self._info = info
+        self._load = worker_pb2.WorkerLoad()
+        self._changes: dict[bytes, bool] = {}  # by block: True if it was stored
+        self._next_idle_report = 0.0
+        self._due = math.inf  # the time of the next report
+
+    def report(
+        self, load: worker_pb2.WorkerLoad, stored: Sequence[bytes], evicted: Sequence[bytes]
+    ) -> None:
+        """Reports soon, or after `idle_report_seconds` without requests of this router."""
+        self._load = load
+        self._changes |= dict.fromkeys(stored, True)
+        self._changes |= dict.fromkeys(evicted, False)
+        now = self._simulation.now
+        due = now if self.num_requests else max(now, self._next_idle_report)
+        if due < self._due:
+            self._due = due
+            self._simulation.after(due - now + REPORT_SECONDS, self._send)
+
+    def _send(self) -> None:
+        if self._due > self._simulation.now:  # an earlier report has taken all changes
+            return
+        self._due = math.inf
+        self._next_idle_report = self._simulation.now + self._simulation.idle_report_seconds
+        changes, self._changes = self._changes, {}
+        message = worker_pb2.SessionResponse(
+            load=self._load,
+            stored_blocks=[digest for digest, is_stored in changes.items() if is_stored],
+            evicted_blocks=[digest for digest, is_stored in changes.items() if not is_stored],
+        )
+        self._registry.report(self._info.worker_id, self._info.epoch, message)
+
+
 class Worker:
     """Simulates a worker of either role.
 
@@ -118,13 +161,18 @@ class Worker:
         self._computing = False
         self._waiting: deque[SimulatedRequest] = deque()
         self._running = 0
+        self._sessions = {
+            registry: Session(simulation, registry, known) for registry in simulation.registries
+        }
 
     def prefill(self, one: SimulatedRequest, then: Callable[[SimulatedRequest], None]) -> None:
+        self._sessions[one.registry].num_requests += 1
         self._prompts.append((one, then))
         self._compute()
         self._report()
 
     def decode(self, one: SimulatedRequest) -> None:
+        self._sessions[one.registry].num_requests += 1
         self._waiting.append(one)
         self._run()
 
@@ -145,6 +193,7 @@ class Worker:
         def computed() -> None:
             self._computing = False
             self._report(one.prefix)
+            self._sessions[one.registry].num_requests -= 1
             one.registry.prefilled(self.info.worker_id, one.request.request_id)
             one.registry.record_prefill(self.info.worker_id, num_tokens - cached, seconds)
             then(one)
@@ -175,6 +224,7 @@ class Worker:
     def _end(self, one: SimulatedRequest) -> None:
         self._running -= 1
         self._report(Prefix((*one.request.submit.token_ids, *one.answer)))
+        self._sessions[one.registry].num_requests -= 1
         for worker_id in (one.placement.prefill, one.placement.decode):
             if worker_id is not None:
                 one.registry.ended(worker_id, one.request.request_id)
@@ -193,16 +243,8 @@ class Worker:
             total_blocks=self._simulation.pools.num_blocks,
             step_seconds=STEP_SECONDS,
         )
-
-        message = worker_pb2.SessionResponse(
-            load=load, stored_blocks=stored, evicted_blocks=evicted
-        )
-
-        def arrive() -> None:
-            for registry in self._simulation.registries:
-                registry.report(self.info.worker_id, self.info.epoch, message)
-
-        self._simulation.after(REPORT_SECONDS, arrive)
+        for session in self._sessions.values():
+            session.report(load, stored, evicted)
 
 
 Place = Callable[[WorkerRegistry, TokenRequest], Placement | None]
@@ -218,10 +260,12 @@ class Simulation:
         traffic: Traffic = Traffic(),
         pools: Pools = Pools(),
         routers: int = 1,
+        idle_report_seconds: float = 0.0,
         local_prefill_tokens: int = 0,
         seed: int = 0,
     ) -> None:
         self.pools, self._traffic, self._place = pools, traffic, place
+        self.idle_report_seconds = idle_report_seconds
         self._rng = random.Random(seed)
         self._clock = Clock()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -255,6 +299,10 @@ class Simulation:
         self._used: dict[str, int] = dict.fromkeys(self._workers, 0)
         self._num_local = 0
         self.cached_tokens = self.moved_tokens = self._prompt_tokens = 0
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._clock.now + seconds, next(self._order), event))
