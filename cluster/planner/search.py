@@ -309,6 +309,7 @@ def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: Planned
     prefill_seconds = short_seconds = decode_seconds = 0.0
     most = service.decode.budgets.max_sequences
     decode = costs.decode
+    of_batch = decode.fixed + decode.seconds_of_experts(most)
     for each in workload.requests:
         unique = _uncached_tokens(each.input_length, len(each.block_hashes))
         if service.prefill is None or unique <= service.router.local_prefill_tokens:
@@ -317,7 +318,7 @@ def rate_bound(service: SimulatedService, costs: ServiceCosts, workload: Planned
             prefill_seconds += unique * costs.prefill.each_prompt_token
         context = each.input_length + each.output_length / 2
         decode_seconds += (each.output_length - 1) * (
-            decode.fixed / most + decode.each_sequence + decode.each_context_token * context
+            of_batch / most + decode.each_sequence + decode.each_context_token * context
         )
     count = len(workload.requests)
     router = costs.router_seconds_per_request + costs.router_seconds_per_token * (
@@ -363,7 +364,8 @@ def _prompt_seconds(costs: StepCosts, num_tokens: int, chunk_tokens: int) -> flo
     """Returns about the seconds of the steps of a prompt, as if its last chunk had all its work."""
     num_chunks = -(-num_tokens // chunk_tokens)
     prompt = StepWork.of_prompt(0, num_tokens)
-    return (num_chunks - 1) * costs.fixed + costs.seconds(prompt)
+    each_chunk = costs.fixed + costs.seconds_of_experts(chunk_tokens)
+    return (num_chunks - 1) * each_chunk + costs.seconds(prompt)
 
 
 def other_kind(plans: Sequence[SplitPlan], chosen: SplitPlan) -> SplitPlan | None:

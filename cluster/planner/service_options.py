@@ -93,6 +93,7 @@ def make_site(
             cost=make_cost(read_model_config(model), config.dtype, device_type="cuda"),
             name=device,
             device=DEVICES[device],
+            typical_tokens=workload.mean_length,
         )
         fitting = [each for each in tps if site.holds(each, workload.longest)]
         return site, _splits(devices or DEFAULT_DEVICES, fitting or tps), config

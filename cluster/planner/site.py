@@ -6,9 +6,9 @@ from typing import Final, Protocol
 
 from ...proto.errors import InvalidArgument
 from ...workers.engine.config import Budgets, has_burst_chunks
-from ...workers.model.costs.inference import InferenceCost
+from ...workers.model.costs.inference import InferenceCost, Work
 from ...workers.model.costs.roofline import Device
-from ...workers.model.footprint import CacheBytes, memory_budget
+from ...workers.model.footprint import CacheBytes, kv_bytes_per_token, memory_budget
 from ..config import TandemConfig
 from ..sim.cost import ServiceCosts, StepCosts, StepWork
 from ..sim.service import SimulatedPool, SimulatedService
@@ -120,6 +120,7 @@ class ArithmeticSite:
     cost: InferenceCost
     name: str
     device: Device
+    typical_tokens: int  # of a sequence
 
     def service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
         config = self.config
@@ -154,7 +155,7 @@ class ArithmeticSite:
             block_size=pool.block_size,
             router=config.router,
         )
-        steps = self._steps(split.tp, budgets.max_sequences)
+        steps = self._steps(split.tp)
         return service, ServiceCosts(
             prefill=steps,
             decode=steps,
@@ -183,26 +184,48 @@ class ArithmeticSite:
             f"{_TRANSFER_BYTES_PER_S / 1e9:g} GB/s"
         )
 
-    def _steps(self, tp: int, max_sequences: int) -> StepCosts:
-        """Returns the sum of the parts of the roofline: no part hides behind another."""
+    def _steps(self, tp: int) -> StepCosts:
+        """Returns the sum of the parts of the roofline: no part hides behind another.
+
+        A token of context costs what one more token does at `typical_tokens`. Windows that are full
+        there are read for each sequence. Times of other lengths may be too long, not too short.
+        """
+        cost = self.cost
+        layout = cost.layout
         speed = tp * _TP_EFFICIENCY ** (tp.bit_length() - 1)
         read = speed * _BANDWIDTH_EFFICIENCY * self.device.roofline.bytes_per_s
         multiply = speed * _COMPUTE_EFFICIENCY * self.device.roofline.flops_per_s
-        empty = self.cost.decode(0, 1)
-        full = self.cost.decode(0, max_sequences)
-        token = self.cost.decode(1)
-        long = self.cost.decode(1001)
+        # Several ranks may hold the same keys and values; each reads its own.
+        rank_bytes = kv_bytes_per_token(cost.config, tp, layout.dtype, layout.cache_dtype)
+        copies = tp * rank_bytes / max(cost.kv_bytes_per_token, 1)
+        empty = cost.decode(0)
+        context, windows = self._context_work()
         # Of a prompt, only the last token computes logits: the one of `each_sequence`.
-        prompt_token = self.cost.prefill(2).flops - self.cost.prefill(1).flops
-        # A model with experts reads more of them in a larger batch.
-        experts = (full.num_bytes - empty.num_bytes) / max(max_sequences - 1, 1)
+        prompt_token = cost.prefill(2).flops - cost.prefill(1).flops + windows.flops
         return StepCosts(
-            fixed=_HOST_SECONDS + empty.num_bytes / read,
-            each_sequence=experts / read + empty.flops / multiply,
-            each_context_token=(long.num_bytes - token.num_bytes) / 1000 / read,
+            fixed=_HOST_SECONDS + cost.decode(0, 0).num_bytes / read,
+            each_sequence=(2 * layout.bytes_per_state + copies * windows.num_bytes) / read
+            + empty.flops / multiply,
+            each_context_token=copies * context.num_bytes / read,
             each_prompt_token=prompt_token / multiply,
-            each_prompt_context=(long.flops - token.flops) / 1000 / multiply,
+            each_prompt_context=context.flops / multiply,
+            expert_seconds=cost.expert_bytes / read,
+            chosen_share=cost.sizes.chosen_share,
         )
+
+    def _context_work(self) -> tuple[Work, Work]:
+        """Returns the work of a token of context, and that of the windows that are full.
+
+        Their sum for `typical_tokens` is the work of a decode that attends to so many.
+        """
+        tokens = self.typical_tokens
+        empty, here, longer = map(self.cost.decode, (0, tokens, tokens + 1))
+        each = Work(longer.num_bytes - here.num_bytes, longer.flops - here.flops)
+        full = Work(
+            here.num_bytes - empty.num_bytes - tokens * each.num_bytes,
+            here.flops - empty.flops - tokens * each.flops,
+        )
+        return each, full
 
     def _num_blocks(self, tp: int) -> int:
         """Returns the KV blocks of a rank; 0 if its memory has no room beside the weights.

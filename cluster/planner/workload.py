@@ -65,6 +65,11 @@ class PlannedWorkload:
         return sum(each.input_length + each.output_length for each in self.requests)
 
     @property
+    def mean_length(self) -> int:
+        """Returns the mean tokens of a sequence."""
+        return self._num_tokens // len(self.requests)
+
+    @property
     def longest_input(self) -> int:
         return max(each.input_length for each in self.requests)
 

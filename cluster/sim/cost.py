@@ -66,9 +66,14 @@ class StepWork:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _AMOUNTS}
         return replace(self, **sums)
 
+    @property
+    def num_tokens(self) -> int:
+        """Returns the tokens of all sequences; a prompt counts as one more than it has."""
+        return self.sequences + self.prompt_tokens
+
     def further_tokens(self, few_tokens: int) -> int:
         """Returns the tokens beyond the first `few_tokens`."""
-        return max(self.sequences + self.prompt_tokens - few_tokens, 0)
+        return max(self.num_tokens - few_tokens, 0)
 
 
 def prompt_steps(num_tokens: int, chunk_tokens: int) -> list[StepWork]:
@@ -94,6 +99,10 @@ class StepCosts:
     each_prompt_token: float
     each_prompt_context: float
     each_further_token: float = 0.0  # in addition, beyond `few_tokens`
+    # To read all routed experts. The more tokens choose some, the fewer are left to read, so
+    # this is no term of a fit to measured steps.
+    expert_seconds: float = 0.0
+    chosen_share: float = 1.0  # of a layer's experts, by one token
     few_tokens: int = 0  # whose products take less time than reading the weights
     # The greatest measured amounts. None: the costs are arithmetic, and hold for any work.
     measured: StepWork | None = None
@@ -107,7 +116,12 @@ class StepCosts:
             + self.each_prompt_token * work.prompt_tokens
             + self.each_prompt_context * work.prompt_context
             + self.each_further_token * work.further_tokens(self.few_tokens)
+            + self.seconds_of_experts(work.num_tokens)
         )
+
+    def seconds_of_experts(self, num_tokens: int) -> float:
+        """Returns the time to read the experts that `num_tokens` choose at random."""
+        return self.expert_seconds * (1 - (1 - self.chosen_share) ** num_tokens)
 
     def outside(self, work: StepWork) -> list[str]:
         """Returns the amounts of the work for which the prediction is not measured, as text."""
@@ -131,14 +145,17 @@ class StepCosts:
 
     def scaled(self, factor: float) -> "StepCosts":
         """Returns the costs of steps that take `factor` times as long."""
-        terms = {name: factor * getattr(self, name) for name in _TERMS}
+        terms = {name: factor * getattr(self, name) for name in (*_TERMS, "expert_seconds")}
         return replace(self, **terms)
 
 
 _AMOUNTS: Final = tuple(each.name for each in fields(StepWork))
 _TERMS: Final = tuple(
-    each.name for each in fields(StepCosts) if each.name not in ("few_tokens", "measured")
+    each.name
+    for each in fields(StepCosts)
+    if each.name not in ("expert_seconds", "chosen_share", "few_tokens", "measured")
 )
+"""The terms that are fitted to measured steps."""
 LEAST_SAMPLES: Final = len(_TERMS) + 1
 """Measured steps of a fit, at least: without one of them, there is still one for each term."""
 

@@ -56,6 +56,22 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 163_840,
     "tie_word_embeddings": False,
 }
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
 
 
 def llama_2(*sizes: int, num_kv_heads: int) -> dict[str, Any]:
@@ -162,6 +178,100 @@ def test_qwen3_30b_a3b() -> None:
     assert cost.sizes.active == parameters - 48 * 120 * 4_718_592 == 3_353_032_704
     assert cost.kv_bytes_per_token == 48 * 4 * 128 * 2 * 2 == 98_304
     assert cost.kv_bytes_without_sharing == 8 * 98_304
+
+
+@pytest.mark.parametrize("form", [{}, {"quantization_config": {"quant_method": "mxfp4"}}])
+def test_gpt_oss_20b(form: dict[str, Any]) -> None:
+    """By hand: attention of a layer has 2 x 2880 x 4096 + 2 x 2880 x 512 = 26,542,080 and biases of
+    4096 + 2 x 512 + 2880, 64 sinks, a router of 32 x 2880 + 32, two norms of 2880, and 32 experts
+    of 3 x 2880 x 2880 = 24,883,200 with biases of 3 x 2880. In MXFP4, a file has two of the
+    experts' numbers in a byte; they are kept in 16 bits.
+    """
+    cost = cost_from(GPT_OSS_20B | form)
+    layer = 26_542_080 + 32 * 2880
+    experts = 24 * 32 * 24_883_200
+    others = 24 * (8000 + 64 + 32 + 2 * 2880 + 32 * 3 * 2880) + 2880
+    head = 201_088 * 2880
+    parameters = 24 * layer + experts + others + 2 * head
+    assert cost.sizes.parameters == parameters == 20_914_757_184
+    assert (cost.sizes.num_experts, cost.sizes.num_chosen) == (32, 4)
+    # "3.6 billion" without the embedding.
+    assert cost.sizes.active == parameters - experts * 28 // 32 == 3_614_113_344 + head
+    assert cost.sizes.weight_bytes == pytest.approx(2 * parameters, rel=1e-6)
+    assert cost.kv_bytes_per_token == 24 * 8 * 64 * 2 * 2 == 49_152
+    read = 24 * layer + experts // 8 + head
+    assert cost.decode(1).num_bytes == 2 * read + 49_152  # 7.2 GB
+    assert cost.prefill(512).num_bytes == 2 * (24 * layer + experts + head) + 512 * 49_152
+
+
+@pytest.mark.parametrize(
+    ("fields", "linear", "experts", "counts"),
+    [
+        # Attention of 2 x 1024 x 1024 + 2 x 512 x 1024, a router, 32 experts of 3 x 512 x 1024.
+        pytest.param(
+            {
+                "architectures": ["GraniteMoeForCausalLM"],
+                "model_type": "granitemoe",
+                "vocab_size": 49_155,
+                "hidden_size": 1024,
+                "intermediate_size": 512,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 8,
+                "max_position_embeddings": 4096,
+                "tie_word_embeddings": True,
+            },
+            2 * (3_145_728 + 32 * 1024 + 32 * 1_572_864),
+            2 * 32 * 1_572_864,
+            (32, 8),
+            id="granitemoe",
+        ),
+        # Attention of (512 + 2 x 128) x 512 + 512 x 512, a router, 16 experts of 3 x 256 x 512.
+        pytest.param(
+            {
+                "architectures": ["DbrxForCausalLM"],
+                "model_type": "dbrx",
+                "vocab_size": 1000,
+                "d_model": 512,
+                "n_layers": 2,
+                "n_heads": 8,
+                "max_seq_len": 2048,
+                "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+                "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 16, "moe_top_k": 4},
+                "tie_word_embeddings": False,
+            },
+            2 * (655_360 + 16 * 512 + 16 * 393_216),
+            2 * 16 * 393_216,
+            (16, 4),
+            id="dbrx",
+        ),
+        # Attention of 4 x 64 x 64, an MLP of 2 x 64 x 256, under transformer.h.
+        pytest.param(
+            {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "vocab_size": 500,
+                "n_embd": 64,
+                "n_layer": 2,
+                "n_head": 4,
+                "n_positions": 128,
+            },
+            2 * (16_384 + 32_768),
+            0,
+            (0, 0),
+            id="gpt2",
+        ),
+    ],
+)
+def test_matrices_of_other_names(
+    fields: dict[str, Any], linear: int, experts: int, counts: tuple[int, int]
+) -> None:
+    """Of models that run through transformers' code, some with all experts in one tensor."""
+    sizes = cost_from(fields).sizes
+    assert (sizes.linear, sizes.experts) == (linear, experts)
+    assert (sizes.num_experts, sizes.num_chosen) == counts
 
 
 def test_windows_and_states_bound_the_cache() -> None:

@@ -4,6 +4,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,10 @@ from tandem.cluster.traces.read import TracedRequest
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES, cost_of
 from tandem.tests.profiles import make_profile
+from tandem.workers.kv_cache.layout import LayerGeometry
+from tandem.workers.model.costs.inference import InferenceCost
 from tandem.workers.model.costs.roofline import DEVICES
-from tandem.workers.model.footprint import memory_budget
+from tandem.workers.model.footprint import kv_layout, memory_budget
 
 MODEL = "smollm2-135m-instruct"
 
@@ -308,13 +312,36 @@ def test_a_rate_is_simulated_once() -> None:
     assert planner.run(split, 2.0) is not planner.run(split, 2.0, lengths=1.1)
 
 
-def arithmetic_site(weight_bytes: int | None = None) -> ArithmeticSite:
-    """Returns H100s for a tiny model, whose weights may be said to take other bytes."""
-    cost = cost_of(SHAPES["tiny"], "bfloat16")
+TYPICAL_TOKENS = 4000
+
+
+@cache
+def shape_cost(shape: str) -> InferenceCost:
+    """Returns the cost of one of SHAPES; windows: tiny with a window in one of its two layers."""
+    config = SHAPES["tiny" if shape == "windows" else shape]
+    if shape == "windows":
+        layers = (config.layers[0], replace(config.layers[1], window=1024))
+        config = replace(config, layers=layers)
+    return cost_of(config, "bfloat16")
+
+
+def arithmetic_site(
+    weight_bytes: int | None = None, cost: InferenceCost | None = None
+) -> ArithmeticSite:
+    """Returns H100s for a model, by default a tiny one; its weights may be said to take other
+    bytes.
+    """
+    cost = cost or shape_cost("tiny")
     if weight_bytes is not None:
         cost = replace(cost, sizes=replace(cost.sizes, weight_bytes=weight_bytes))
     config = load_config(overrides={"model": MODEL, "device": "cuda"})
-    return ArithmeticSite(config=config, cost=cost, name="h100", device=DEVICES["h100"])
+    return ArithmeticSite(
+        config=config,
+        cost=cost,
+        name="h100",
+        device=DEVICES["h100"],
+        typical_tokens=TYPICAL_TOKENS,
+    )
 
 
 def test_ranks_that_do_not_hold_the_weights_or_the_longest_sequence_are_known() -> None:
@@ -357,6 +384,59 @@ def test_a_prompt_of_a_device_computes_the_logits_of_its_last_token_only() -> No
     seconds = costs.prefill.seconds(replace(work, context_tokens=0)) - costs.prefill.fixed
     flops = site.cost.prefill(1000).flops
     assert seconds == pytest.approx(flops / (0.5 * DEVICES["h100"].roofline.flops_per_s), rel=0.01)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "windows", "qwen3-30b-a3b"])
+def test_no_step_of_a_device_is_shorter_than_the_floor_of_its_cost(shape: str) -> None:
+    site = arithmetic_site(cost=shape_cost(shape))
+    _, costs = site.service(Split(0, 1))
+    floor = site.device.roofline.seconds
+    for batch, context in product((1, 4, 32, 256), (1, 100, 1000, 8000)):
+        decode = StepWork(sequences=batch, context_tokens=batch * context)
+        assert costs.decode.seconds(decode) >= floor(site.cost.decode(context, batch))
+    for cached, new in product((0, 100, 5000), (1, 16, 512, 2048)):
+        prompt = StepWork(sequences=1) + StepWork.of_prompt(cached, new)
+        assert costs.prefill.seconds(prompt) >= floor(site.cost.prefill(cached + new, cached))
+
+
+@pytest.mark.parametrize("shape", ["tiny", "windows", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("batch", [1, 32, 256])
+def test_a_typical_decode_of_a_device_has_the_work_of_its_cost(shape: str, batch: int) -> None:
+    site = arithmetic_site(cost=shape_cost(shape))
+    cost, roofline = site.cost, site.device.roofline
+    _, costs = site.service(Split(0, 1))
+    work = StepWork(sequences=batch, context_tokens=batch * TYPICAL_TOKENS)
+    num_bytes = cost.decode(TYPICAL_TOKENS, batch).num_bytes - cost.decode(0, 0).num_bytes
+    assert costs.decode.seconds(work) - costs.decode.fixed == pytest.approx(
+        num_bytes / (0.75 * roofline.bytes_per_s)
+        + cost.decode(0, batch).flops / (0.5 * roofline.flops_per_s)
+    )
+
+
+def test_ranks_that_hold_the_same_keys_each_read_them() -> None:
+    """By hand: two of 4 ranks hold each of 2 KV heads, and every rank holds a latent row."""
+    tiny = shape_cost("tiny")
+    latent = LayerGeometry(num_heads=4, num_kv_heads=1, head_dim=576, value_dim=512)
+    config = replace(tiny.config, layers=(latent, latent))
+    latents = replace(tiny, config=config, layout=kv_layout(config, "bfloat16"))
+    for cost, copies in ((tiny, 2), (latents, 4)):
+        site = arithmetic_site(cost=cost)
+        alone, split = (site.service(Split(0, 1, tp=tp))[1].decode for tp in (1, 4))
+        seconds = copies * alone.each_context_token / (4 * 0.9**2)
+        assert split.each_context_token == pytest.approx(seconds)
+        assert split.each_prompt_token == pytest.approx(alone.each_prompt_token / (4 * 0.9**2))
+
+
+def test_the_bound_counts_the_experts_of_full_batches() -> None:
+    workload = PlannedWorkload.poisson(1.0, 8, 101, 10, seed=0)
+    service, costs = MeasuredSite(make_profile(1)).service(Split(0, 1))
+    decode = replace(costs.decode, expert_seconds=1.0, chosen_share=0.5)
+    most = service.decode.budgets.max_sequences
+    dense, routed = (
+        1 / rate_bound(service, replace(costs, decode=each), workload)
+        for each in (costs.decode, decode)
+    )
+    assert routed - dense == pytest.approx(100 * (1 - 0.5**most) / most)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def test_a_prompt_of_another_length_keeps_its_blocks(length: int, factor: float)
     assert scaled.output_length == pytest.approx(100 * factor, abs=1.5)
 
 
+def test_the_mean_length_counts_prompts_and_outputs() -> None:
+    assert PlannedWorkload([traced(0.0, 128), traced(1.0, 64)]).mean_length == 196
+
+
 def test_prompts_without_blocks_have_exactly_the_scaled_length() -> None:
     workload = PlannedWorkload.poisson(2.0, 1_000, 50, 10, seed=0)
     assert {each.input_length for each in workload.with_lengths(0.9).requests} == {900}

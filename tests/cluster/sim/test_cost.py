@@ -161,3 +161,12 @@ def test_the_first_tokens_cost_nothing_in_addition() -> None:
     assert costs.seconds(few) == PLAIN.seconds(few)
     more = StepWork(sequences=2) + StepWork.of_prompt(0, 33)
     assert costs.seconds(more) == pytest.approx(3.0 + PLAIN.seconds(more))
+
+
+def test_tokens_that_choose_the_same_experts_read_them_once() -> None:
+    costs = replace(PLAIN, expert_seconds=1.0, chosen_share=0.25)
+    prompt = StepWork(sequences=1) + StepWork.of_prompt(0, 500)
+    shares = ((StepWork(), 0), (StepWork(sequences=1), 0.25), (StepWork(sequences=2), 0.4375))
+    for work, share in (*shares, (prompt, 1)):
+        assert costs.seconds(work) - PLAIN.seconds(work) == pytest.approx(share)
+    assert costs.scaled(2).seconds(prompt) == pytest.approx(2 * costs.seconds(prompt))

@@ -85,6 +85,11 @@ class InferenceCost:
             if layer.num_kv_heads
         )
 
+    @property
+    def expert_bytes(self) -> int:
+        """Returns the bytes of the weights of all routed experts."""
+        return self._bytes_of(self.sizes.experts)
+
     def kv_bytes(self, num_tokens: int) -> int:
         """Returns the KV cache and the states of a sequence; a window keeps only its tokens."""
         kept = sum(
@@ -147,10 +152,14 @@ class InferenceCost:
     def _weight_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of the weights that `num_tokens` read: all, but not every expert."""
         sizes = self.sizes
-        params = sizes.linear + sizes.head
-        read = params - int(sizes.experts * (1 - sizes.chosen_share) ** num_tokens)
-        saved = (sizes.plain_bytes - sizes.weight_bytes) * read // params
-        return read * ITEM_BYTES[self.layout.dtype] - saved
+        unread = int(sizes.experts * (1 - sizes.chosen_share) ** num_tokens)
+        return self._bytes_of(sizes.linear + sizes.head - unread)
+
+    def _bytes_of(self, params: int) -> int:
+        """Returns the bytes of a part of the weights; quantization saves the same share of each."""
+        sizes = self.sizes
+        saved = (sizes.plain_bytes - sizes.weight_bytes) * params // (sizes.linear + sizes.head)
+        return params * ITEM_BYTES[self.layout.dtype] - saved
 
     def _read_bytes(self, context: float) -> float:
         """Returns the bytes of the KV cache that a query at the end of `context` tokens reads."""

@@ -1,16 +1,24 @@
 """Counts a model's parameters, by what a step does with them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 from ..config import ModelConfig
 from ..loader import weight_bytes, weight_shapes
 from .inference import ModelSizes
 
-_EXPERT: Final = re.compile(r"(.*)\.experts\.(\d+)\.")
+_LAYER: Final = re.compile(r"\.\d+\.")
+"""A part of the names of the layers' tensors, which begin with model.layers.0., transformer.h.0. or
+transformer.blocks.0.
+"""
+_EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
+_STACKED: Final = (".input_linear.weight", ".output_linear.weight")
+"""The ends of the names of GraniteMoe's experts if the tensors have three dimensions."""
+_COUNT_NAMES: Final = ("moe_num_experts",)
+"""The name in config.json for the number of experts of DBRX, whose tensors do not show it."""
 _CHOSEN_NAMES: Final = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -21,6 +29,8 @@ _CHOSEN_NAMES: Final = (
 )
 """The names in config.json for the number of experts that a token chooses."""
 
+_Shapes = Mapping[str, tuple[int, ...]]
+
 
 def model_sizes(config: ModelConfig, dtype: str, device_type: str = "cpu") -> ModelSizes:
     """Counts the parameters of a model from its tree, which is built without memory.
@@ -28,39 +38,69 @@ def model_sizes(config: ModelConfig, dtype: str, device_type: str = "cpu") -> Mo
     `dtype` and `device_type` as in `rank_weight_bytes`. Takes seconds for a model that runs through
     transformers' code.
     """
-    unquantized = replace(config, quantization={})
+    unquantized = _without_quantization(config)
     shapes = weight_shapes(unquantized)
     plain = weight_bytes(unquantized, 1, dtype)
-    experts: dict[str, int] = {}
-    numbers: set[str] = set()
-    for name, shape in shapes.items():
-        if found := _EXPERT.match(name):
-            experts[name] = prod(shape)
-            numbers.add(found[2])
+    linear = {name: shape for name, shape in shapes.items() if _is_linear(name, shape)}
+    experts = {name: shape for name, shape in linear.items() if _is_expert(name, shape)}
+    num_experts = _num_experts(config, experts)
     return ModelSizes(
-        parameters=sum(map(prod, shapes.values())),
-        linear=sum(prod(shape) for name, shape in shapes.items() if _is_linear(name, shape)),
+        parameters=_sum(shapes),
+        linear=_sum(linear),
         head=config.vocab_size * config.hidden_size,
-        experts=sum(experts.values()),
-        num_experts=len(numbers),
-        num_chosen=min(_num_chosen(config), len(numbers)),
+        experts=_sum(experts),
+        num_experts=num_experts,
+        num_chosen=min(_num_chosen(config), num_experts),
         weight_bytes=weight_bytes(config, 1, dtype, device_type) if config.quantization else plain,
         plain_bytes=plain,
     )
 
 
+def _without_quantization(config: ModelConfig) -> ModelConfig:
+    """Returns the config of the same model in its dtype, whose tensors have all parameters."""
+    experts = config.experts and replace(config.experts, is_mxfp4=False)
+    return replace(config, quantization={}, experts=experts)
+
+
+def _sum(shapes: _Shapes) -> int:
+    return sum(map(prod, shapes.values()))
+
+
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    return ".layers." in name and len(shape) in (2, 3) and shape[1] > 1
+    """Returns True for a matrix of a layer, or for those of all its experts in one tensor."""
+    is_matrix = len(shape) in (2, 3) and shape[1] > 1
+    return is_matrix and bool(_LAYER.search(name)) and not name.endswith("bias")
+
+
+def _is_expert(name: str, shape: tuple[int, ...]) -> bool:
+    """Returns True for a matrix of a routed expert, or for those of all in one tensor."""
+    return ".experts." in name or (len(shape) == 3 and name.endswith(_STACKED))
+
+
+def _num_experts(config: ModelConfig, experts: _Shapes) -> int:
+    """Returns the routed experts of each layer that has any, by the names and shapes of these."""
+    if not experts:
+        return 0
+    numbers = {found[1] for name in experts if (found := _EXPERT.search(name))}
+    stacked = [shape[0] for shape in experts.values() if len(shape) == 3]
+    return max([len(numbers), *stacked]) or _find_integer(config, _COUNT_NAMES) or 1
 
 
 def _num_chosen(config: ModelConfig) -> int:
     """Returns the experts that a token chooses in each layer; a large number if it is unknown."""
     if config.experts is not None:
         return config.experts.num_chosen
-    fields: Mapping[str, Any] = config.transformers or {}
-    nested = fields.get("text_config")
-    for source in (fields, nested if isinstance(nested, Mapping) else {}):
-        for name in _CHOSEN_NAMES:
+    return _find_integer(config, _CHOSEN_NAMES) or 2**31
+
+
+def _find_integer(config: ModelConfig, names: Iterable[str]) -> int | None:
+    """Returns the first of these fields of config.json that is an integer; None without any.
+
+    The fields of a multimodal model's text model, and those of DBRX's experts, are nested.
+    """
+    fields = config.transformers or {}
+    for source in (fields, fields.get("text_config"), fields.get("ffn_config")):
+        for name in names if isinstance(source, Mapping) else ():
             if isinstance(source.get(name), int):
                 return int(source[name])
-    return 2**31
+    return None
