@@ -8,6 +8,7 @@ from tandem.cluster.planner.profile import (
     WorkerProfile,
 )
 from tandem.cluster.sim.cost import StepCosts, StepSample, StepWork
+from tandem.proto.costs import TableCost
 
 PROFILED = StepCosts(
     fixed=0.010,
@@ -44,6 +45,7 @@ def make_profile(*workers: int, model: str = "smollm2-135m-instruct") -> Profile
         commit="abcdef0",
         date="2026-11-27T00:00:00+00:00",
         token_bytes=23_040,
+        tables=(TableCost(16, 23_040),),
         workers=tuple(
             WorkerProfile(
                 workers=number,

@@ -101,19 +101,21 @@ def measure_grid(
     scenarios: Sequence[Scenario],
     vocab_size: int,
     seconds: float,
+    least: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepSample]:
     """Measures scenarios, in rounds, until `seconds` have passed by `clock`.
 
     Returns the median of the rounds for each step of each scenario. The first round may take twice
-    the time; scenarios that it does not reach are not measured.
+    the time, and as long as it needs for `least` steps of a slow model; scenarios that it does not
+    reach are not measured.
     """
     end = clock() + seconds
     found: dict[tuple[Scenario, int], list[StepSample]] = {}
     for number in range(_MAX_ROUNDS):
         latest = end + seconds if number == 0 else end
         for scenario in scenarios:
-            if clock() >= latest:
+            if clock() >= latest and len(found) >= least:
                 break
             run = _ScenarioRun(executor, config, vocab_size, number, clock)
             for index, sample in enumerate(run.measure(scenario)):

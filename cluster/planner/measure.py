@@ -18,6 +18,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Final
 
+from ...proto.costs import TableCost
 from ...proto.errors import InvalidArgument
 from ...proto.identity import PeerIdentity
 from ...workers.host.threads import available_cores
@@ -54,7 +55,8 @@ def measure_profile(
 ) -> Profile:
     """Measures for `seconds`, besides the starts of workers and services; returns the profile.
 
-    In less than LEAST_SECONDS, parts of the grid are not measured.
+    In less than LEAST_SECONDS, parts of the grid are not measured. The steps of a slow model may
+    take longer than their part of `seconds`, because the costs need LEAST_SAMPLES of them.
     `workers` are numbers of workers that share this machine. `context_tokens` is the length of the
     longest sequence to measure. `report` gets a line before each part. Raises InvalidArgument on a
     Ray cluster, whose nodes are other machines, the errors of `checked_folder`, and
@@ -96,6 +98,7 @@ class _Measurement:
         self._router: RouterProfile | None = None
         self._transfer: TransferProfile | None = None
         self._token_bytes = 0
+        self._tables: tuple[TableCost, ...] = ()
         self._vocab_size = 0
 
     def run(self, workers: Sequence[int], seconds: float) -> Profile:
@@ -114,6 +117,7 @@ class _Measurement:
             commit=_commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             token_bytes=self._token_bytes,
+            tables=self._tables,
             workers=tuple(profiles),
             router=self._router,
             transfer=self._transfer,
@@ -142,6 +146,7 @@ class _Measurement:
         async with self._workers(number) as group:
             first = group.first[-1]
             self._token_bytes = first.pop("token_bytes")
+            self._tables = tuple(TableCost(*each) for each in first.pop("tables"))
             self._vocab_size = first.pop("vocab_size")
             longest = min(self._context_tokens, first["context_tokens"])
             self._report(f"measuring steps of a worker with {first['threads']} threads")

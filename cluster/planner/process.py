@@ -20,6 +20,7 @@ from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
 from ...workers.host.malloc import keep_freed_memory
 from ...workers.host.threads import in_thread
+from ...workers.kv_cache.memory import table_costs
 from ...workers.model.device import enter_device
 from ...workers.model.kv.store import PagedKv
 from ...workers.serve.worker import WorkerConfig
@@ -29,7 +30,7 @@ from ..config import PoolRole, TandemConfig
 from ..local.environment import compute_environment
 from ..local.ranks import end_process, local_ranks
 from ..local.worker import rank_threads, worker_config
-from ..sim.cost import StepSample
+from ..sim.cost import LEAST_SAMPLES, StepSample
 from .grid import list_scenarios, measure_grid
 
 _HOST: Final = "127.0.0.1"
@@ -129,6 +130,7 @@ async def _run_worker(spec: ProcessSpec) -> None:
             "context_tokens": min(rank.context_tokens, engine.capacity_tokens),
             "vocab_size": rank.vocab_size,
             "token_bytes": rank.kv.layout.bytes_per_token,
+            "tables": table_costs(rank.kv.layout, rank.kv.tables),
             "overlap": engine.overlap,
             "budgets": {
                 name: getattr(engine.budgets, name)
@@ -161,10 +163,14 @@ async def _measure(
         context_tokens=context_tokens,
         capacity_tokens=engine.capacity_tokens,
     )
+    # The costs are fitted to the whole grid. Of a part of it, one step tells the contention.
+    least = LEAST_SAMPLES if every == 1 else 1
 
     def measure() -> Sequence[StepSample]:
         enter_engine_thread(own.rank)
-        return measure_grid(rank.executor, engine, scenarios[::every], rank.vocab_size, seconds)
+        return measure_grid(
+            rank.executor, engine, scenarios[::every], rank.vocab_size, seconds, least
+        )
 
     samples = await in_thread(measure, "tandem-engine")
     return {"samples": [each.as_row() for each in samples]}

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...proto.costs import TableCost
 from ...proto.errors import InvalidArgument
 from ...router.fields import error_text
 from ...workers.engine.config import Budgets, has_burst_chunks
@@ -22,7 +23,7 @@ from ..sim.cost import (
     fit_steps,
 )
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 LEAST_SECONDS: Final = 5.0
 """The shortest time of a measurement."""
 
@@ -135,6 +136,7 @@ class Profile(BaseModel):
     commit: str
     date: str
     token_bytes: int  # of KV cache, in the whole model
+    tables: Annotated[tuple[TableCost, ...], Field(min_length=1)]  # of this KV cache
     workers: Annotated[tuple[WorkerProfile, ...], Field(min_length=1)]
     router: RouterProfile | None = None
     transfer: TransferProfile | None = None

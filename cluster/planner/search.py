@@ -350,7 +350,7 @@ def request_seconds(
     pool = service.decode
     prefill = costs.prefill if service.prefill else costs.decode
     most = pool.budgets.max_sequences
-    context = min(most * workload.longest, pool.num_blocks * service.block_size)
+    context = min(most * workload.longest, service.engine_config(pool).capacity_tokens)
     decode_seconds = costs.decode.seconds(StepWork(sequences=most, context_tokens=context))
     lengths = {(each.input_length, each.output_length) for each in workload.requests}
     return max(

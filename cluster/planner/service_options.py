@@ -12,6 +12,7 @@ import typer
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.costs.roofline import DEVICES
+from ...workers.model.footprint import check_device
 from ..arithmetic import make_cost
 from ..bench.options import parse_slo
 from ..cli.options import check_choice
@@ -88,9 +89,17 @@ def make_site(
     if device is not None:
         check_choice("--device", device, DEVICES)
         config = load_config(overrides={"model": model, "device": "cuda"})
+        model_config = read_model_config(model)
+        try:
+            check_device(model_config, config.device)
+        except ValueError as error:
+            reason = str(error).removeprefix("device: ")
+            raise InvalidArgument(
+                f"{reason}; plan for CPUs with --measure or --profile", "--device"
+            ) from None
         site = ArithmeticSite(
             config=config,
-            cost=make_cost(read_model_config(model), config.dtype, device_type="cuda"),
+            cost=make_cost(model_config, config.dtype, device_type="cuda"),
             name=device,
             device=DEVICES[device],
             typical_tokens=workload.mean_length,

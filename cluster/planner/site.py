@@ -5,10 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from ...proto.errors import InvalidArgument
-from ...workers.engine.config import Budgets, has_burst_chunks
+from ...workers.engine.config import Budgets, EngineConfig, has_burst_chunks
+from ...workers.kv_cache.memory import table_costs
+from ...workers.kv_cache.tables import plan_tables
 from ...workers.model.costs.inference import InferenceCost, Work
 from ...workers.model.costs.roofline import Device
-from ...workers.model.footprint import CacheBytes, kv_bytes_per_token, memory_budget
+from ...workers.model.footprint import (
+    CacheBytes,
+    check_config_split,
+    kv_bytes_per_token,
+    memory_budget,
+)
 from ..config import TandemConfig
 from ..sim.cost import ServiceCosts, StepCosts, StepWork
 from ..sim.service import SimulatedPool, SimulatedService
@@ -90,6 +97,7 @@ class MeasuredSite:
             decode=pool,
             prefill=replace(pool, workers=split.prefill) if split.prefill else None,
             token_bytes=profile.token_bytes,
+            tables=profile.tables,
             context_tokens=worker.context_tokens,
             block_size=worker.block_size,
         )
@@ -123,17 +131,9 @@ class ArithmeticSite:
     typical_tokens: int  # of a sequence
 
     def service(self, split: Split) -> tuple[SimulatedService, ServiceCosts]:
-        config = self.config
-        pool = config.decode
-        budgets = Budgets(
-            chunk_tokens=config.chunk_tokens(pool, 0),
-            mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
-            mixed_step_factor=pool.mixed_step_factor,
-            burst_chunks=has_burst_chunks(split.prefill),
-            max_sequences=config.max_sequences(pool),
-        )
-        num_blocks = self._num_blocks(split.tp)
-        if not num_blocks:
+        engine = self._engine_config(split)
+        budgets = engine.budgets
+        if not engine.num_blocks:
             raise InvalidArgument(
                 f"{split.tp} x {self.device.memory_gb} GB do not hold the weights, "
                 f"{self.cost.sizes.weight_bytes / 1e9:.0f} GB, and a KV cache; raise --tp",
@@ -141,19 +141,18 @@ class ArithmeticSite:
             )
         decode = SimulatedPool(
             workers=split.decode,
-            num_blocks=num_blocks,
+            num_blocks=engine.num_blocks,
             budgets=budgets,
-            overlap=True,
+            overlap=engine.overlap,
         )
         service = SimulatedService(
             decode=decode,
             prefill=replace(decode, workers=split.prefill) if split.prefill else None,
             token_bytes=self.cost.kv_bytes_per_token,
-            context_tokens=min(
-                self.cost.config.max_position_embeddings, num_blocks * pool.block_size
-            ),
-            block_size=pool.block_size,
-            router=config.router,
+            tables=table_costs(self.cost.layout, engine.tables),
+            context_tokens=min(self.cost.config.max_position_embeddings, engine.capacity_tokens),
+            block_size=engine.block_size,
+            router=self.config.router,
         )
         steps = self._steps(split.tp)
         return service, ServiceCosts(
@@ -173,7 +172,7 @@ class ArithmeticSite:
 
         Raises InvalidArgument if the model cannot be divided among `tp` ranks.
         """
-        return self._num_blocks(tp) * self.config.decode.block_size >= num_tokens
+        return self._engine_config(Split(0, 1, tp)).capacity_tokens >= num_tokens
 
     @property
     def description(self) -> str:
@@ -236,6 +235,7 @@ class ArithmeticSite:
         total = memory_budget(self.device.memory_gb * 10**9, 1.0, pool.gpu_memory_utilization)
         rest = total - self.cost.sizes.weight_bytes // tp
         try:
+            check_config_split(self.cost.config, tp)
             cache = CacheBytes.of(self.cost.layout, tp, block_size=pool.block_size)
         except ValueError as error:
             raise InvalidArgument(str(error).removeprefix("tp: "), "--tp") from None
@@ -244,6 +244,26 @@ class ArithmeticSite:
             counts = cache.split(rest, state_slots=None, max_sequences=max_sequences, least=1)
             return counts.num_blocks
         return 0
+
+    def _engine_config(self, split: Split) -> EngineConfig:
+        """Returns the configuration of a worker's engine, without blocks if none fits.
+
+        Raises InvalidArgument if the model cannot be divided among the split's ranks.
+        """
+        config, pool = self.config, self.config.decode
+        return EngineConfig(
+            num_blocks=self._num_blocks(split.tp),
+            block_size=pool.block_size,
+            tables=plan_tables(self.cost.layout, pool.block_size),
+            overlap=True,
+            budgets=Budgets(
+                chunk_tokens=config.chunk_tokens(pool, 0),
+                mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+                mixed_step_factor=pool.mixed_step_factor,
+                burst_chunks=has_burst_chunks(split.prefill),
+                max_sequences=config.max_sequences(pool),
+            ),
+        )
 
 
 def check_workload(
@@ -260,6 +280,7 @@ def check_workload(
     if found := costs.decode.outside(worst):
         raise InvalidArgument(
             f"steps of {split} are outside the measured grid ({'; '.join(found)}); run `tandem "
-            f"plan measure MODEL --context-tokens {workload.longest}`",
+            f"plan measure MODEL --context-tokens {workload.longest}`, with more --seconds for a "
+            "slow model",
             "--profile",
         )

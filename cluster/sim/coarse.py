@@ -58,8 +58,12 @@ class CoarseEngine(Engine):
             return 0
         num_steps = min(each.spec.max_tokens - each.num_generated for each in running)
         covered = sum(each.num_covered - each.num_scheduled for each in running)
-        spare_blocks = requests.pool.num_available - len(running)
-        spare_tokens = covered + spare_blocks * self.config.block_size
+        tables = self.config.tables
+        spare_blocks = requests.pool.num_available - len(running) * len(tables)
+        # A token takes a part of a block of each table.
+        whole = requests.limits.alignment
+        block_tokens = whole // sum(whole // table.block_size for table in tables)
+        spare_tokens = covered + spare_blocks * block_tokens
         return max(min(num_steps, spare_tokens // len(running)), 0)
 
     def decode_work(self) -> StepWork:

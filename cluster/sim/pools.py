@@ -44,7 +44,7 @@ class SimulatedPools:
         self._num_started = 0
         self._num_returning: dict[PoolRole, int] = dict.fromkeys(service.pools, 0)
         self._transfer = TransferCosts(
-            token_bytes=service.token_bytes,
+            kv=service.kv,
             fixed_seconds=costs.transfer_seconds,
             bytes_per_second=costs.transfer_bytes_per_second,
             lease_seconds=service.lease_seconds,

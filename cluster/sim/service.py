@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from ...workers.engine.config import Budgets
+from ...proto.costs import KvCost, TableCost
+from ...workers.engine.config import Budgets, EngineConfig
+from ...workers.kv_cache.tables import TableSpec
 from ..config import PoolRole, RouterConfig
 from ..scaling.config import ScalingConfig
 
@@ -46,6 +48,8 @@ class SimulatedService:
     decode: SimulatedPool
     prefill: SimulatedPool | None = None  # None: decode workers compute prompts as well
     token_bytes: int  # of KV cache
+    # The block tables of the model, as of `table_costs`; empty stands for one full table.
+    tables: tuple[TableCost, ...] = ()
     context_tokens: int
     block_size: int = 16
     routers: int = 1
@@ -63,3 +67,23 @@ class SimulatedService:
         if self.prefill is not None and (self.prefill.workers or self.prefill.scaling):
             pools["prefill"] = self.prefill
         return pools
+
+    @property
+    def kv(self) -> KvCost:
+        """Returns the costs of the model's KV cache."""
+        tables = self.tables or (TableCost(self.block_size, self.token_bytes),)
+        has_sparse_points = tables[0].window is not None
+        return KvCost(self.block_size, tables, has_sparse_points=has_sparse_points)
+
+    def engine_config(self, pool: SimulatedPool) -> EngineConfig:
+        """Returns the configuration of the engines of a pool's workers."""
+        return EngineConfig(
+            num_blocks=pool.num_blocks,
+            block_size=self.block_size,
+            tables=tuple(
+                TableSpec(block_size=each.block_size, window=each.window) for each in self.tables
+            ),
+            # A coarse engine cannot overlap steps.
+            overlap=pool.overlap and self.exact,
+            budgets=pool.budgets,
+        )

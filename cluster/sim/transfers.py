@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...proto import worker_pb2
+from ...proto.costs import KvCost
 from ...workers.engine.plan import FirstTokens
 from ...workers.kv_cache.tables import SequenceKv
 from ...workers.transfer.frames import FetchResult, FetchTarget, TransferError
@@ -24,7 +25,7 @@ NUM_LAYERS: Final = 4
 class TransferCosts:
     """Holds what decides the time of a transfer."""
 
-    token_bytes: int  # of KV cache
+    kv: KvCost
     fixed_seconds: float
     bytes_per_second: float
     lease_seconds: float
@@ -136,8 +137,11 @@ class KvOffers:
 
     def _move(self, offer: Offer, num_ready: float) -> None:
         offer.num_ready = max(offer.num_ready, num_ready)
+        kv = self._costs.kv
         for flow, num_cached in list(offer.flows.items()):
-            flow.make_ready((offer.num_ready - num_cached) * self._costs.token_bytes)
+            num_bytes = kv.moved_bytes(offer.num_tokens, num_cached)
+            num_missing = kv.moved_bytes(offer.num_tokens, int(offer.num_ready))
+            flow.make_ready(num_bytes - num_missing)
 
     def _start_lease(self, offer: Offer) -> None:
         if offer.first_tokens is None or offer.num_streams or offer.is_withdrawn:
@@ -201,7 +205,7 @@ class KvFetches:
 
     def _flow(self, offers: KvOffers, offer: Offer, num_cached: int) -> Flow:
         offer.check()
-        num_bytes = (offer.num_tokens - num_cached) * self._costs.token_bytes
+        num_bytes = self._costs.kv.moved_bytes(offer.num_tokens, num_cached)
         speed = self._costs.bytes_per_second
         return Flow(
             offers.link,
@@ -212,7 +216,7 @@ class KvFetches:
 
     def _received(self, offer: Offer, flow: Flow, num_cached: int) -> worker_pb2.KvReceived:
         return worker_pb2.KvReceived(
-            transfer_bytes=(offer.num_tokens - num_cached) * self._costs.token_bytes,
+            transfer_bytes=self._costs.kv.moved_bytes(offer.num_tokens, num_cached),
             transfer_active_seconds=self._costs.fixed_seconds + flow.active_seconds,
             transport="simulated",
         )

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from ...proto import worker_pb2
 from ...workers.engine.block_pool import BlockState
-from ...workers.engine.config import EngineConfig
 from ...workers.engine.engine import Engine
 from ...workers.engine.plan import StepPlan
 from ...workers.serve.cache_reports import CacheReports
@@ -60,6 +59,7 @@ class WorkerSpec:
 
     def info(self, load: worker_pb2.WorkerLoad) -> worker_pb2.WorkerInfo:
         """Returns the worker's entry in the directory."""
+        kv = self.service.kv
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -74,12 +74,14 @@ class WorkerSpec:
             max_sequences=self.pool.budgets.max_sequences,
             mixed_chunk_tokens=self.pool.budgets.mixed_chunk_tokens,
             layout=LAYOUT,
+            tables=[worker_pb2.KvTable(**each._asdict()) for each in kv.tables],
+            has_sparse_points=kv.has_sparse_points,
         )
 
     @property
     def limits(self) -> WorkerLimits:
         """Returns the limits of submits."""
-        capacity = self.pool.num_blocks * self.service.block_size
+        capacity = self.service.engine_config(self.pool).capacity_tokens
         return WorkerLimits(
             vocab_size=VOCAB_SIZE,
             context_tokens=min(self.service.context_tokens, capacity),
@@ -124,14 +126,8 @@ class SimulatedWorker:
 
     def _make_engine(self) -> tuple[Engine, TimedRunner]:
         spec = self.spec
-        overlap = spec.pool.overlap and spec.service.exact
-        executor = TimedExecutor(self._run_step, reports_layers=not overlap)
-        config = EngineConfig(
-            num_blocks=spec.pool.num_blocks,
-            block_size=spec.service.block_size,
-            overlap=overlap,
-            budgets=spec.pool.budgets,
-        )
+        config = spec.service.engine_config(spec.pool)
+        executor = TimedExecutor(self._run_step, reports_layers=not config.overlap)
         if spec.service.exact:
             engine = Engine(executor, config, spec.clock)
             runner = TimedRunner(engine, executor, on_step=self._count_kv, failed=spec.failed)
@@ -148,6 +144,8 @@ class SimulatedWorker:
 
     def _request_manager(self) -> RequestManager:
         spec = self.spec
+        block_size = spec.service.block_size
+        has_windows = any(table.window is not None for table in spec.service.tables)
         return RequestManager(
             thread=self._runner,
             kv=self._kv,
@@ -159,7 +157,7 @@ class SimulatedWorker:
             failed=spec.failed,
             canary=Canary(self._runner.post, self._runner.call_in_loop, spec.failed),
             reports=CacheReports(),
-            importer=PrefixImporter(self._kv, spec.service.block_size, None),
+            importer=PrefixImporter(self._kv, block_size, None, is_whole=has_windows),
             clock=spec.clock,
         )
 

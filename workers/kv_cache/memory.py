@@ -3,13 +3,15 @@
 Pure arithmetic.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
 
+from ...proto.costs import TableCost
 from .layout import KvLayout
 from .store import slots_of
-from .tables import TableSpec, block_bytes, plan_tables, table_of
+from .tables import TableSpec, block_bytes, plan_tables, table_of, token_bytes
 
 _ALIGNMENT: Final = 64  # bytes of a group in a slot of states, so that no cache line has two states
 
@@ -116,6 +118,18 @@ def plan_memory(
         )
         offsets[table] += len(group.layers) * layer_bytes
     return KvMemory(tables=tables, num_blocks=num_blocks, block_bytes=size, groups=tuple(groups))
+
+
+def table_costs(layout: KvLayout, tables: Sequence[TableSpec]) -> tuple[TableCost, ...]:
+    """Returns what a token costs in each table, in the layers of the whole model.
+
+    Raises ValueError as `check_split` does.
+    """
+    sizes = token_bytes(layout, tables, slots_of(layout, tp=1, rank=0))
+    return tuple(
+        TableCost(block_size=table.block_size, token_bytes=num_bytes, window=table.window)
+        for table, num_bytes in zip(tables, sizes, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

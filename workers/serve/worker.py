@@ -26,8 +26,8 @@ from ..engine.config import Budgets
 from ..engine.engine import Engine
 from ..engine.plan import CpuShare
 from ..host.malloc import keep_freed_memory
-from ..kv_cache.store import slots_of
-from ..kv_cache.tables import DISK_NEEDS_DENSE, has_sparse_points, is_dense, token_bytes
+from ..kv_cache.memory import table_costs
+from ..kv_cache.tables import DISK_NEEDS_DENSE, has_sparse_points, is_dense
 from ..model.device import enter_device
 from ..tp.adapters import AdapterCache
 from ..tp.coordinator import TpCoordinator
@@ -369,7 +369,6 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         """Returns this worker's entry in the directory."""
         layout = self._rank.kv.layout
         tables = self._rank.kv.tables
-        sizes = token_bytes(layout, tables, slots_of(layout, tp=1, rank=0))
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -384,12 +383,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             max_sequences=self._budgets.max_sequences,
             mixed_chunk_tokens=self._budgets.mixed_chunk_tokens,
             layout=layout.digest,
-            tables=[
-                worker_pb2.KvTable(
-                    block_size=table.block_size, window=table.window, token_bytes=num_bytes
-                )
-                for table, num_bytes in zip(tables, sizes, strict=True)
-            ],
+            tables=[worker_pb2.KvTable(**each._asdict()) for each in table_costs(layout, tables)],
             state_bytes=layout.bytes_per_state,
             num_states=self._engine.config.num_states,
             has_sparse_points=has_sparse_points(layout, tables),

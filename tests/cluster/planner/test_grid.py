@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.planner.grid import Scenario, list_scenarios, measure_grid
-from tandem.cluster.sim.cost import StepCosts, StepWork, fit_steps
+from tandem.cluster.sim.cost import LEAST_SAMPLES, StepCosts, StepWork, fit_steps
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 
@@ -43,7 +43,7 @@ def test_the_measured_grid_gives_the_costs_of_the_executor(overlap: bool) -> Non
     executor = PricedExecutor()
     config = EngineConfig(num_blocks=4096, budgets=BUDGETS, overlap=overlap)
     scenarios = list_scenarios(BUDGETS, context_tokens=1024, capacity_tokens=4096 * 16)
-    samples = measure_grid(executor, config, scenarios, 100, 5.0, lambda: executor.now)
+    samples = measure_grid(executor, config, scenarios, 100, 5.0, 1, lambda: executor.now)
     assert not executor.sequences
     if overlap:  # the time of a step passes in `launch`, so it belongs to the step before
         samples = [each for each in samples if not each.work.prompt_tokens]
@@ -58,6 +58,18 @@ def test_the_measured_grid_gives_the_costs_of_the_executor(overlap: bool) -> Non
     assert fit.costs.measured.prompt_context > 128 * 800
     mixed = [each.work for each in samples if each.work.prompt_tokens and each.work.sequences > 1]
     assert {each.prompt_tokens for each in mixed} >= {8, 14 + 15 + 1}
+
+
+@pytest.mark.parametrize("least", [1, LEAST_SAMPLES])
+def test_a_slow_model_is_measured_until_it_has_the_least_steps(least: int) -> None:
+    """Its first step takes longer than the whole time."""
+    executor = PricedExecutor()
+    config = EngineConfig(num_blocks=4096, budgets=BUDGETS)
+    scenarios = list_scenarios(BUDGETS, context_tokens=1024, capacity_tokens=4096 * 16)
+    samples = measure_grid(executor, config, scenarios, 100, 1e-3, least, lambda: executor.now)
+    assert least <= len(samples) < len(scenarios)
+    if least == LEAST_SAMPLES:
+        assert fit_steps(samples).costs.measured is not None
 
 
 @given(

@@ -9,6 +9,7 @@ from tandem.cluster.cli.main import app
 from tandem.cluster.planner import measure
 from tandem.cluster.planner.profile import read_profile
 from tandem.cluster.sim.cost import StepSample, StepWork
+from tandem.proto.costs import TableCost
 from tandem.proto.errors import InvalidArgument
 
 
@@ -22,6 +23,7 @@ def test_two_workers_are_measured(tiny_model: Path, tmp_path: Path) -> None:
     assert (profile.model, profile.device, profile.tp) == (tiny_model.name, "cpu", 1)
     worker = profile.worker(2)
     assert worker.num_blocks * worker.block_size >= worker.context_tokens > 0
+    assert profile.tables == (TableCost(worker.block_size, profile.token_bytes),)
     works = [StepSample.of_row(row).work for row in worker.grid]
     assert any(each.prompt_tokens and each.sequences == 1 for each in works)
     assert any(each.prompt_tokens and each.sequences > 1 for each in works)

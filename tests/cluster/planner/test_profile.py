@@ -11,6 +11,7 @@ from tandem.cluster.planner.site import MeasuredSite, Split
 from tandem.cluster.planner.workload import PlannedWorkload
 from tandem.cluster.sim.cost import prompt_steps
 from tandem.cluster.sim.simulate import simulate
+from tandem.proto.costs import TableCost
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.profiles import PROFILED, make_profile
 
@@ -50,6 +51,18 @@ def test_a_grid_is_fitted_once() -> None:
     assert other.fit().costs.fixed == pytest.approx(2 * worker.fit().costs.fixed)
 
 
+def test_a_profile_keeps_the_block_tables_of_its_model(tmp_path: Path) -> None:
+    windows = (TableCost(96, 3_840), TableCost(16, 19_200, 1024))
+    profile = make_profile(1).model_copy(update={"tables": windows})
+    path = tmp_path / "profile.json"
+    path.write_text(profile.model_dump_json())
+    assert read_profile(path) == profile
+    service, _ = MeasuredSite(read_profile(path)).service(Split(0, 1))
+    assert service.tables == windows
+    config = service.engine_config(service.decode)
+    assert config.capacity_tokens > 4 * config.num_blocks * config.block_size
+
+
 def refused(path: Path, profile: dict[str, Any]) -> str:
     path.write_text(json.dumps(profile))
     with pytest.raises(InvalidArgument) as raised:
@@ -58,8 +71,8 @@ def refused(path: Path, profile: dict[str, Any]) -> str:
 
 
 def test_another_format_is_named_although_its_fields_differ(tmp_path: Path) -> None:
-    profile = make_profile(1).model_dump() | {"format": 1, "old_field": 3}
-    assert "has format 1, expected 2; run `tandem plan measure` again" in refused(
+    profile = make_profile(1).model_dump() | {"format": 2, "old_field": 3}
+    assert "has format 2, expected 3; run `tandem plan measure` again" in refused(
         tmp_path / "old.json", profile
     )
 

@@ -49,7 +49,8 @@ from tandem.cluster.traces.read import TracedRequest
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.bench.engine.shapes import SHAPES, cost_of
 from tandem.tests.profiles import make_profile
-from tandem.workers.kv_cache.layout import LayerGeometry
+from tandem.tests.tiny_decoders import make_tiny_decoder
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.model.costs.inference import InferenceCost
 from tandem.workers.model.costs.roofline import DEVICES
 from tandem.workers.model.footprint import kv_layout, memory_budget
@@ -360,6 +361,33 @@ def test_ranks_that_do_not_hold_the_weights_or_the_longest_sequence_are_known() 
         check_workload(Split(0, 1), service, costs, longer)
 
 
+@pytest.mark.parametrize("window", [None, 1024])
+def test_windows_let_a_device_hold_longer_sequences(window: int | None) -> None:
+    """The cache has 10 MB, where 813 blocks of 6 full layers hold 13,008 tokens."""
+    config = arithmetic_site().config
+    memory = memory_budget(80 * 10**9, 1.0, config.decode.gpu_memory_utilization)
+    site = arithmetic_site(memory - 10**7)
+    full = site.cost.config.layers[0]
+    layers = (full, *[replace(full, window=window)] * 5)
+    layout = KvLayout(layers=layers, dtype="bfloat16", model="")
+    site = replace(site, cost=replace(site.cost, layout=layout))
+    assert site.holds(1, 13_008)
+    assert site.holds(1, 40_000) == (window is not None)
+    service, _ = site.service(Split(0, 1))
+    assert [table.window for table in service.tables] == ([None, window] if window else [None])
+    assert sum(table.token_bytes for table in service.tables) == layout.bytes_per_token
+    assert service.context_tokens == site.cost.config.max_position_embeddings
+
+
+def test_a_split_that_serving_refuses_is_not_planned() -> None:
+    site = arithmetic_site()
+    config = replace(site.cost.config, has_tp_plan=False)
+    site = replace(site, cost=replace(site.cost, config=config))
+    assert site.holds(1, 1)
+    with pytest.raises(InvalidArgument, match=r"^--tp: 2: transformers has no plan .*; use 1$"):
+        site.holds(2, 1)
+
+
 @pytest.mark.parametrize("site", [MeasuredSite(make_profile(1, 2)), arithmetic_site()])
 def test_only_without_prefill_workers_simulated_workers_take_whole_chunks_in_bursts(
     site: Site,
@@ -559,6 +587,16 @@ def test_what_is_not_measured_is_named(profile_file: Path, tmp_path: Path) -> No
 def test_wrong_options_are_named(args: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["plan", "service", MODEL, *args])
     assert message in str(result.exception)
+
+
+def test_a_model_that_gpus_do_not_run_is_not_planned_for_them(tmp_path: Path) -> None:
+    folder = make_tiny_decoder(tmp_path, "lfm2")
+    args = ["plan", "service", str(folder), *SLO, *WORKLOAD, "--device", "h100"]
+    result = CliRunner().invoke(app, args)
+    assert str(result.exception) == (
+        "--device: cuda: models that keep states run on cpu only; Lfm2ForCausalLM keeps states; "
+        "plan for CPUs with --measure or --profile"
+    )
 
 
 def test_a_missing_package_is_named_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from tandem.cluster.sim.cost import StepCosts, StepWork
 from tandem.cluster.sim.result import SimulationResult
 from tandem.cluster.sim.service import Fault
 from tandem.cluster.sim.simulate import simulate
+from tandem.proto.costs import TableCost
 from tandem.proto.limits import mixed_chunk
 from tandem.tests.cluster.sim.services import (
     COSTS,
     STEP,
     TOKEN_BYTES,
+    pool,
     service,
     traced,
     traffic,
@@ -78,6 +80,31 @@ def test_equal_blocks_are_computed_once() -> None:
     assert second < first / 2
     assert third == pytest.approx(first)
     assert [each.timeline.cached_tokens for each in result.requests] == [0, 624, 0]
+
+
+WINDOWS = (TableCost(96, 5 * 1024), TableCost(16, 29 * 1024, 1024))
+"""The block tables of Gemma 3 4B, whose tokens have a quarter of their bytes here."""
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_a_model_with_windows_holds_and_moves_what_its_tables_say(
+    prefill: int, exact: bool
+) -> None:
+    small = pool(num_blocks=546)
+    windows = replace(
+        service(tables=WINDOWS, context_tokens=100_000, exact=exact),
+        decode=small,
+        prefill=small if prefill else None,
+    )
+    longest = windows.engine_config(small).capacity_tokens
+    assert longest > 4 * 546 * 16
+    requests = [traced(0.0, 12_000, 40), traced(60.0, longest - 4, 4)]
+    result = simulate(windows, requests, COSTS)
+    check_complete(result, [40, 4])
+    moved = [each.timeline.kv_transfer_bytes for each in result.requests]
+    expected = [each.input_length * 5 * 1024 + 1023 * 29 * 1024 for each in requests]
+    assert moved == [prefill * each for each in expected]
 
 
 def test_the_router_takes_time_for_requests_and_tokens() -> None:
