@@ -30,9 +30,18 @@ def make_table(
 
 
 def table_console(*, stderr: bool = False) -> Console:
-    """Returns a console, which folds no line if there is no terminal."""
+    """Returns a console, which prints texts as they are: an address in brackets is no markup.
+
+    It folds no line if there is no terminal.
+    """
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, highlight=False, width=None if is_terminal else _CHARACTERS)
+    return Console(
+        stderr=stderr,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        width=None if is_terminal else _CHARACTERS,
+    )
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from typing import Any, Final
 import typer
 from google.protobuf.json_format import MessageToDict
 from rich.table import Table
-from rich.text import Text
 
 from ...proto import inference_pb2
 from ...proto.errors import TandemError
@@ -102,11 +101,10 @@ def _logprob_table(title: str, tokens: Sequence[TokenLogprobs]) -> Table:
     for place in range(max(len(each.top) for each in tokens)):
         table.add_column(f"top {place + 1}", no_wrap=True)
     for each in tokens:
-        # Text, because rich would read a str as markup.
         table.add_row(
-            Text(repr(each.token.text)),
+            repr(each.token.text),
             _number(each.token),
-            *(Text(f"{top.text!r} {_number(top)}") for top in each.top),
+            *(f"{top.text!r} {_number(top)}" for top in each.top),
         )
     return table
 

@@ -241,7 +241,7 @@ def _run(options: BenchOptions, json_to: str) -> None:
     else:
         console = table_console()
         for part in report(options, measured):
-            console.print(part, markup=False)
+            console.print(part)
     for address, rounds in zip(options.addresses, measured, strict=True):
         if not any(each.num_completed for each in rounds):
             raise Unavailable(f"{address.url} completed no request: {rounds[0].failures[0].kind}")

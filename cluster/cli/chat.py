@@ -74,7 +74,7 @@ def chat(
             except TandemError as error:
                 if not interactive:
                     raise
-                console.print(f"error: {error}", style="red", markup=False, highlight=False)
+                console.print(f"error: {error}", style="red")
     if interactive:
         console.print()
 
@@ -104,7 +104,7 @@ class ChatSession:
             case "":
                 return
             case "/help":
-                self.console.print(_HELP, markup=False, highlight=False)
+                self.console.print(_HELP)
             case "/clear":
                 self.messages.clear()
             case "/retry":
@@ -157,9 +157,7 @@ class ChatSession:
         """Tells that an answer reached its maximum of tokens."""
         if completion.finish_reason == "length":
             num_tokens = completion.usage.completion_tokens
-            self.console.print(
-                f"cut off at {num_tokens} tokens; use --max-tokens", style="dim", highlight=False
-            )
+            self.console.print(f"cut off at {num_tokens} tokens; use --max-tokens", style="dim")
 
     def _retry(self) -> None:
         if not self.messages:

@@ -5,10 +5,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand
 
 from ...router.auth.keys import load_keys
@@ -24,7 +25,12 @@ from ..stop_signals import stopped_by_signals
 from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
+from ..tables import table_console
 from . import options as o
+
+if TYPE_CHECKING:
+    # Imports Ray, which reads the environment and takes a second.
+    from ..serve.launch import Service
 
 _KEY_WARNING: Final = (
     f"warning: {API_KEY_FLAG}: other users may have read the key in the arguments of this command; "
@@ -110,9 +116,9 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
     # Imports Ray, which reads the environment and takes a second.
     from ..serve.launch import start_service
 
-    console = Console(stderr=True)
+    console = table_console(stderr=True)
     if defaults := describe_defaults(generation_defaults(config, folder)):
-        console.print(f"defaults of requests, from the model's {FILE}: {defaults}", highlight=False)
+        console.print(f"defaults of requests, from the model's {FILE}: {defaults}")
     with _own_stdout() as stdout, stopped_by_signals() as stopped:
 
         def check() -> None:
@@ -120,7 +126,10 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
             if stopped.is_set():  # an import has caught the interrupt
                 raise KeyboardInterrupt
 
-        spinner = console.status(f"Starting {config.num_workers} worker(s) for {config.model}")
+        # Text, because a spinner would read a str as markup.
+        spinner = console.status(
+            Text(f"Starting {config.num_workers} worker(s) for {config.model}")
+        )
         spinner.start()
         try:
             with start_service(
@@ -130,12 +139,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                 check=check,
             ) as service:
                 spinner.stop()
-                console.print(f"status page: {service.status_url}", highlight=False)
-                console.print(f"console: {service.console_url}", highlight=False)
-                if service.dashboard_url:
-                    console.print(
-                        f"Ray's dashboard: {service.dashboard_url}{_token_note()}", highlight=False
-                    )
+                print_pages(console, service)
                 typer.echo(f"tandem ready {service.addresses}", file=stdout)
                 if not stopped.is_set():
                     service.wait()
@@ -144,6 +148,14 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                     )
         finally:
             spinner.stop()
+
+
+def print_pages(console: Console, service: "Service") -> None:
+    """Prints the addresses of the pages of a service."""
+    console.print(f"status page: {service.status_url}")
+    console.print(f"console: {service.console_url}")
+    if service.dashboard_url:
+        console.print(f"Ray's dashboard: {service.dashboard_url}{_token_note()}")
 
 
 def _with_key_of_environment(config: TandemConfig) -> TandemConfig:

@@ -22,7 +22,7 @@ from .members import RouterInfo
 
 STATUS_SECONDS: Final = 1.0
 _FRESH_SECONDS: Final = 0.2
-_ANSWER_SECONDS: Final = 10.0  # beyond the time for which a worker waits itself
+ANSWER_SECONDS: Final = 10.0  # beyond the time for which a worker waits itself
 
 SWITCH_SECONDS: Final = 2.0
 """The time in which the requests of a worker that switches its role may move."""
@@ -147,7 +147,7 @@ async def drain_workers(
         worker_pb2.DrainRequest(timeout_seconds=timeout),
         addresses,
         identity,
-        timeout=timeout + _ANSWER_SECONDS,
+        timeout=timeout + ANSWER_SECONDS,
     )
     return [None if answer is None else answer.num_requests for answer in answers]
 
@@ -163,7 +163,7 @@ async def switch_worker(address: str, role: str, timeout: float, identity: PeerI
         worker_pb2.SwitchRoleRequest(role=f"ROLE_{role.upper()}", timeout_seconds=timeout),
         [address],
         identity,
-        timeout=timeout + _ANSWER_SECONDS,
+        timeout=timeout + ANSWER_SECONDS,
     )
     if answer is None:
         raise Unavailable("the worker does not answer, or --identity is of another service")

@@ -271,7 +271,7 @@ def _build(source: BuiltIn, scratch: Path, console: Console) -> Path:
 @contextmanager
 def _step(console: Console, text: str) -> Iterator[None]:
     """Prints the name of a step; on a terminal, with a spinner while it runs."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
     with console.status(""):
         yield
 

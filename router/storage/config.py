@@ -10,8 +10,8 @@ class StorageConfig(BaseModel):
 
     model_config = SECTION
 
-    # A folder for a database; on a cluster, it must be on a disk that all nodes share. None: kept
-    # in the memory of one process, and lost with it.
+    # A folder for the database of this service alone; on a cluster, it must be on a disk that all
+    # nodes share. None: kept in the memory of one process, and lost with it.
     folder: AbsolutePath | None = None
     # Of responses, files and finished batches.
     keep_seconds: float = Field(default=2_592_000.0, ge=60, le=31_536_000)

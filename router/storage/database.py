@@ -71,7 +71,7 @@ class Database:
     def __init__(self, config: StorageConfig, clock: Callable[[], float] = time.time) -> None:
         """Opens or makes the database in the configured folder, which one process at a time owns.
 
-        Raises OSError or sqlite3.Error.
+        Raises OSError or sqlite3.Error, at once if another process owns the folder.
         """
         self.clock = clock  # seconds since the epoch
         self.keep_seconds = config.keep_seconds
@@ -82,7 +82,24 @@ class Database:
             os.makedirs(config.folder, mode=0o700, exist_ok=True)
             path = str(Path(config.folder) / FILE_NAME)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        # No timeout: waiting for another owner would delay the calls of all routers.
+        self.connection = sqlite3.connect(
+            path, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._set_up()
+        except sqlite3.Error as error:
+            self.connection.close()
+            # The lowest byte is the kind of an error.
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                raise sqlite3.OperationalError(
+                    f"storage.folder: the database in {config.folder} is in use by another "
+                    "process; give each service a folder of its own"
+                ) from error
+            raise
+
+    def _set_up(self) -> None:
+        """Takes the lock of the file until `close`, and makes the tables of a new database."""
         # A lock that is never given up also needs no shared memory, which network disks lack.
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "secure_delete = FAST"):
             self.execute(f"PRAGMA {pragma}")

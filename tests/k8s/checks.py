@@ -13,6 +13,8 @@ from tandem.cluster.config import (
     load_config,
 )
 from tandem.cluster.scaling.policy import ScalingPolicy
+from tandem.cluster.serve.status import ANSWER_SECONDS
+from tandem.cluster.service_url import FIND_SECONDS
 from tandem.tests.k8s.kuberay import AGENT_PORT, METRICS_PORT
 from tandem.tests.k8s.manifests import DOCKERFILE, ROOT, Group, Manifests
 
@@ -20,8 +22,10 @@ Rule = Callable[[Manifests], list[str]]
 
 EPHEMERAL: Final = range(32768, 61000)
 """The kernel's default range of ports for outgoing connections."""
-DRAIN_ANSWER_SECONDS: Final = 10.0
-"""How much longer than its --timeout `tandem drain` may take."""
+DRAIN_ANSWER_SECONDS: Final = FIND_SECONDS + ANSWER_SECONDS
+"""How much longer than its --timeout `tandem drain` may take: to find the workers, and to wait for
+their answers.
+"""
 MARGIN_SECONDS: Final = 10.0
 GIB: Final = 2**30
 UNPRIVILEGED: Final = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -162,6 +166,16 @@ def labels_disagree(manifests: Manifests) -> list[str]:
     return found
 
 
+def router_services(manifests: Manifests) -> set[str]:
+    """Returns the names of the Services that lead to the routers."""
+    labels = manifests.groups["router"].labels
+    return {
+        each["metadata"]["name"]
+        for each in manifests.of_kind("Service")
+        if selects(each["spec"]["selector"], labels)
+    }
+
+
 def resources_disagree(manifests: Manifests) -> list[str]:
     config = config_of(manifests)
     found = []
@@ -253,7 +267,7 @@ def times_disagree(manifests: Manifests) -> list[str]:
     if pre_stop_seconds(manifests.groups["head"]) < longest:
         found.append(f"head: ends before the others, which take {longest:g} seconds")
     for group in worker_groups(manifests):
-        if config.grace_seconds > pre_stop_seconds(group):
+        if config.grace_seconds > pre_stop_seconds(group) - DRAIN_ANSWER_SECONDS:
             found.append(f"{group.name}: drains for less than grace_seconds")
     return found
 

@@ -66,8 +66,8 @@ def mixed(one: Manifests, other: Manifests) -> list[str]:
         secret = certificate["spec"]["secretName"]
         if secret in secrets_in_use(other) or secret not in secrets_in_use(one):
             found.append(f"Certificate: {secret} is not the Secret of its own routers")
-        if not names & set(certificate["spec"]["dnsNames"]):
-            found.append("Certificate: not for its own Service")
+        missing = checks.router_services(one) - set(certificate["spec"]["dnsNames"])
+        found += [f"Certificate: not for {each}" for each in sorted(missing)]
     return found
 
 
@@ -114,7 +114,11 @@ CONTROLS: list[tuple[str, Callable[[Manifests], object]]] = [
         lambda m: spec(m, "HTTPRoute")["rules"][0]["backendRefs"][0].update(name="tandem"),
     ),
     ("Secret", lambda m: spec(m, "Certificate").update(secretName="tandem-tls")),
-    ("not for", lambda m: spec(m, "Certificate").update(dnsNames=["tandem"])),
+    ("not for tandem-green", lambda m: spec(m, "Certificate").update(dnsNames=["tandem"])),
+    (
+        "not for tandem-routers-green",
+        lambda m: spec(m, "Certificate")["dnsNames"].remove("tandem-routers-green"),
+    ),
 ]
 
 

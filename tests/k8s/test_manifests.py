@@ -344,7 +344,7 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
         checks.times_disagree,
         "cpu-demo",
         lambda m: set_(
-            container(m, "head")["lifecycle"]["preStop"]["exec"], command=["sleep", "100"]
+            container(m, "head")["lifecycle"]["preStop"]["exec"], command=["sleep", "150"]
         ),
     ),
     (
@@ -450,6 +450,17 @@ def test_the_check_complains(rule: checks.Rule, overlay: str, change: Change) ->
 
 def test_every_check_has_a_control() -> None:
     assert {rule for rule, *_ in CONTROLS} == set(checks.RULES)
+
+
+def test_the_certificate_and_the_known_hosts_have_all_names_of_the_routers() -> None:
+    manifests = render("cpu-demo", ("tls",))
+    names = {
+        f"{name}{domain}"
+        for name in checks.router_services(manifests)
+        for domain in ("", ".default", ".default.svc", ".default.svc.cluster.local")
+    }
+    assert set(first(manifests, "Certificate")["spec"]["dnsNames"]) == names
+    assert set(args(manifests)["router"]["host_names"]) == names
 
 
 def test_a_pod_gets_the_command_of_kuberay() -> None:

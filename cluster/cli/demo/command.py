@@ -122,5 +122,5 @@ def _show_kills(service: "Service", screen: Screen, num_tokens: int) -> list[str
     routers = list(zip(service.grpc_addresses, service.http_addresses, strict=True))
     report = asyncio.run(KillDemo(routers, mixed_requests(num_tokens), screen).run())
     for line in report.lines():
-        screen.console.print(line, markup=False)
+        screen.console.print(line)
     return [] if report.passed else ["streams were lost or altered, or KV blocks are still held"]

@@ -67,7 +67,7 @@ class Screen:
     def line(self, text: str) -> None:
         """Prints a line about one stream, unless the table shows the stream anyway."""
         if not self.console.is_terminal:
-            self.console.print(f"           {text}", markup=False)
+            self.console.print(f"           {text}")
 
     def _render(self) -> RenderableType:
         gaps = [Column(f"{kind} ms", justify="right", width=13) for kind in self._kinds]

@@ -1,12 +1,15 @@
-"""Tests what `tandem status` prints of a service."""
+"""Tests the lines and tables that `tandem status` and `tandem serve` print about a service."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
+from tandem.cluster.cli.serve import print_pages
 from tandem.cluster.service_url import ServiceAccess
+from tandem.cluster.tables import table_console
 from tandem.proto import worker_pb2
 
 LOAD = {field.name: 3 for field in worker_pb2.WorkerLoad.DESCRIPTOR.fields}
@@ -41,11 +44,27 @@ def test_every_router_is_shown_with_its_addresses(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    transports = {"10.0.0.1:7000": "shared", "10.0.0.2:7000": "grpc"}
+    transports = {"10.0.0.1:7000": "shared", "10.0.0.2:7000": "grpc", "[fd00:a::1]:7000": "grpc"}
     lines = printed(monkeypatch, worker("d-0", transports), worker("d-1", {}))
-    assert lines[-3].split() == ["worker", "pulls", "from", "transport"]
-    assert lines[-2].split() == ["d-0", "10.0.0.1:7000", "shared"]
-    assert lines[-1].split() == ["d-0", "10.0.0.2:7000", "grpc"]
+    assert [line.split() for line in lines[-4:]] == [
+        ["worker", "pulls", "from", "transport"],
+        ["d-0", "10.0.0.1:7000", "shared"],
+        ["d-0", "10.0.0.2:7000", "grpc"],
+        ["d-0", "[fd00:a::1]:7000", "grpc"],
+    ]
+
+
+def test_the_pages_of_a_service_on_ipv6_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    service: Any = SimpleNamespace(
+        status_url="http://[fd00:a::1]:8000/tandem",
+        console_url="http://[fd00:a::1]:8080/console",
+        dashboard_url="",
+    )
+    print_pages(table_console(stderr=True), service)
+    assert capsys.readouterr().err.splitlines() == [
+        "status page: http://[fd00:a::1]:8000/tandem",
+        "console: http://[fd00:a::1]:8080/console",
+    ]
 
 
 def test_a_pipe_gets_each_worker_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

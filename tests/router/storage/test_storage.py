@@ -1,6 +1,8 @@
 """Tests the store of responses, files and batches, in memory and on disk."""
 
 import json
+import re
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -308,6 +310,18 @@ async def test_what_is_on_disk_outlives_the_process(tmp_path: Path) -> None:
     assert (tmp_path / "storage").stat().st_mode & 0o77 == 0
     assert (tmp_path / "storage" / "storage.db").stat().st_mode & 0o77 == 0
     case.store.check_integrity()
+
+
+def test_a_folder_in_use_is_refused_without_a_wait(tmp_path: Path) -> None:
+    config = StorageConfig(folder=str(tmp_path))
+    owner = LocalStorage(config)
+    refused = re.escape(f"storage.folder: the database in {tmp_path} is in use")
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError, match=refused):
+            LocalStorage(config)
+    assert owner._database.one("PRAGMA busy_timeout") == (0,)
+    owner.close()
+    LocalStorage(config).close()
 
 
 async def test_lines_of_a_silent_runner_are_claimed_by_another() -> None:
