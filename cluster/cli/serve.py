@@ -22,7 +22,7 @@ from ..serve.ports import local_host
 from ..serve.telemetry.otlp import check_otlp
 from ..settings import check_supported, collect_overrides
 from ..stop_signals import stopped_by_signals
-from ..store.checked import checked_folder, with_draft_folder
+from ..store.checked import check_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import table_console
@@ -110,7 +110,7 @@ def check_config(
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:
     """Starts the service, prints its addresses, and stops it at SIGINT, SIGTERM or SIGHUP.
 
-    Raises Unavailable, and the errors of `checked_folder`, which checks `folder` meanwhile.
+    Raises Unavailable, and the errors of `check_folder`, which runs meanwhile.
     """
     address = prepare_ray_environment(address)
     # Imports Ray, which reads the environment and takes a second.
@@ -122,7 +122,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
     with _own_stdout() as stdout, stopped_by_signals() as stopped:
 
         def check() -> None:
-            checked_folder(config)
+            check_folder(config, folder)
             if stopped.is_set():  # an import has caught the interrupt
                 raise KeyboardInterrupt
 

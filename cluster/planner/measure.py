@@ -27,7 +27,7 @@ from ..serve.environment import prepare_ray_environment
 from ..serve.ports import listening_children
 from ..sim.cost import StepSample
 from ..stop_signals import stopped_by_signals
-from ..store.checked import checked_folder
+from ..store.checked import check_folder, checked_folder
 from .process import Answer, MeasuredProcess, ProcessSpec, run_process
 from .profile import (
     LEAST_CONTEXT,
@@ -174,7 +174,9 @@ class _Measurement:
         with (
             redirect_stdout(io.StringIO()),
             start_service(
-                config, str(self._folder), check=partial(checked_folder, config)
+                config,
+                str(self._folder),
+                check=partial(check_folder, config, self._folder),
             ) as service,
         ):
             self._report("measuring the service")

@@ -3,7 +3,7 @@
 Every function raises Unavailable, with the version of Ray, if that version lacks the part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -47,6 +47,25 @@ def without_idle_processes(*, dashboard: bool) -> Iterator[None]:
 
 def _start_nothing(node: object, **options: object) -> None:
     """Stands in for a method of Ray's Node that starts a process."""
+
+
+@contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Lets `ray.init` in the block start its processes with these variables in their environment.
+
+    All other children of this process would inherit variables of its own environment.
+    """
+    services = _internal("ray._private", "services")
+    start = _internal_of(services, "start_ray_process", "its module services")
+
+    def start_with(*args: Any, env_updates: Mapping[str, str] | None = None, **options: Any) -> Any:
+        return start(*args, env_updates={**(env_updates or {}), **variables}, **options)
+
+    services.start_ray_process = start_with
+    try:
+        yield
+    finally:
+        services.start_ray_process = start
 
 
 def begin_delete(application: str) -> None:

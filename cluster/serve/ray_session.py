@@ -20,11 +20,14 @@ from ...proto.errors import TandemError, Unavailable
 from ..config import TandemConfig
 from ..local.environment import shared_environment
 from .environment import own_ray_token, ray_scratch, set_environment
-from .ray_internals import without_idle_processes
+from .ray_internals import with_variables, without_idle_processes
 
 _SHARED_MEMORY: Final = "/dev/shm"  # nosec B108: Ray's; this module writes nothing there
 _OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024  # nothing large passes through it
 _START_VARIABLE: Final = "RAY_worker_maximum_startup_concurrency"
+_FOLDER_VARIABLE: Final = "TANDEM_RAY_FOLDER"
+# With it, the new title of a process does not overwrite the environment that others can read.
+_TITLE_VARIABLE: Final = "SPT_NOENV"
 _OTHER_PROCESSES: Final = 3  # Serve's controller and its proxy, and the directory
 _REACH_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
@@ -153,24 +156,29 @@ def _init(**options: Any) -> None:
     get_handler = ctypes.pythonapi.PyOS_getsig
     get_handler.restype = ctypes.c_void_p
     handler = ctypes.c_void_p(get_handler(signal.SIGTERM))
+    variables: dict[str, str] = {}
+    if "_temp_dir" in options:
+        variables = {_FOLDER_VARIABLE: options["_temp_dir"], _TITLE_VARIABLE: "1"}
     try:
-        with without_idle_processes(dashboard=options.get("include_dashboard", False)):
+        with (
+            without_idle_processes(dashboard=options.get("include_dashboard", False)),
+            with_variables(variables),
+        ):
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     finally:
         ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, handler)
 
 
 def _processes_of(scratch: str) -> list[psutil.Process]:
-    """Returns the processes of the Ray whose folder is `scratch`.
+    """Returns the processes of the Ray whose folder is `scratch`, and the children of these.
 
-    Their command lines name the folder, or (workers) they have log files open there. Their parents
-    tell nothing once the raylet has died.
+    All have inherited the name of the folder in their environment. Their parents tell nothing once
+    the raylet has died; their files tell nothing, because a `tail` may also read a log.
     """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # the process has ended, or belongs to another user
-            names = (*process.cmdline(), *(file.path for file in process.open_files()))
-            if process.pid != os.getpid() and any(scratch in name for name in names):
+            if process.environ().get(_FOLDER_VARIABLE) == scratch:
                 found.append(process)
     return found
 

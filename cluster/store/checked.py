@@ -24,13 +24,24 @@ _log = logging.getLogger(__name__)
 def checked_folder(config: TandemConfig) -> Path:
     """Returns the model's folder, fetched if needed, after checking that it can be served.
 
+    Raises the errors of `resolve_model` and `check_folder`.
+    """
+    folder = resolve_model(config.model, dtype=config.dtype)
+    check_folder(config, folder)
+    return folder.resolve()
+
+
+def check_folder(config: TandemConfig, folder: Path) -> None:
+    """Checks that the model in `folder`, which `resolve_model` has returned, can be served.
+
+    A second call of `resolve_model` would ask the hub and read all weights again.
+
     `config` must come from `with_draft_folder`. Raises CheckpointError, InvalidArgument for a
     `context_tokens` beyond the model's, or InvalidArgument with all other reasons: a `tp` that does
     not divide the model's heads, a `kv_cache_dtype` that the model cannot have, a `device` that
     cannot run it, an unusable draft model, adapter or `chat_template`. Logs a warning for a
     `state_slots` without effect.
     """
-    folder = resolve_model(config.model, dtype=config.dtype)
     start_for(folder)
     # These import torch, which takes a second.
     from ...workers.model.adapter import check_adapter
@@ -74,7 +85,6 @@ def checked_folder(config: TandemConfig) -> Path:
     if given and not any(layer.states for layer in model.layers):
         names = " and ".join(f"{role}.state_slots" for role in given)
         _log.warning("%s: no effect, because this model keeps no recurrent states", names)
-    return folder.resolve()
 
 
 def _check_chat_template(config: TandemConfig, folder: Path) -> None:

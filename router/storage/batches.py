@@ -164,6 +164,10 @@ class Batches:
             self._save(batch)
             self._finish_if_answered(batch)
 
+    def has_lease(self, runner: str) -> bool:
+        """Returns False if the runner was released, or has not claimed for the time of a lease."""
+        return runner in self._seen
+
     def release(self, runner: str) -> None:
         """Lets others claim the requests that `runner` holds."""
         self._seen.pop(runner, None)

@@ -188,6 +188,7 @@ class Storage(Protocol):
         """Waits up to `wait` seconds for requests that nobody answers; returns up to `most`.
 
         `runner` holds them, and those in `holding`, while it claims again within the lease.
+        If `runner` is released during the wait, it gets none and holds none.
         """
 
     async def answer(self, answer: LineAnswer) -> None:

@@ -208,6 +208,8 @@ class LocalStorage:
                 await self._has_lines.wait()
         except TimeoutError:
             pass
+        if not self._batches.has_lease(runner):  # it has stopped: nobody reads the reply
+            return []
         return self._batches.claim(runner, holding, most)
 
     async def answer(self, answer: LineAnswer) -> None:

@@ -17,8 +17,10 @@ GUARDED = "tandem.cluster.serve.ray_internals"
 CALLS = """
 import os
 import signal
+import subprocess
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -30,12 +32,20 @@ from ray import serve
 
 from tandem.cluster.config import load_config
 from tandem.cluster.serve.ray_internals import begin_delete, serve_http_address
-from tandem.cluster.serve.ray_session import local_ray
+from tandem.cluster.serve.ray_session import _processes_of, local_ray
 from tandem.proto.addresses import free_port
 
 
 class App:
     pass
+
+
+def titles(processes):
+    found = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            found.add(process.name()[:15])  # all that the kernel keeps
+    return found
 
 
 signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
@@ -68,6 +78,23 @@ with local_ray(load_config(None, {"model": "m"})) as wait_for_ray:
     while "app" in serve.status().applications:
         assert time.monotonic() - began < 60
         time.sleep(0.1)
+    folder = processes[0].environ()["TANDEM_RAY_FOLDER"]
+    # Two agents of Ray, two processes of Serve, and the servers.
+    expected = {"ray::DashboardA", "ray::RuntimeEnv", "ray::ServeContr", "ray::ProxyActor"}
+    while not expected | {"gcs_server", "raylet"} <= titles(_processes_of(folder)):
+        assert time.monotonic() - began < 60
+        time.sleep(0.1)
+    family = _processes_of(folder)
+    log = os.path.join(folder, "session_latest", "logs", "raylet.out")
+    # It ends with this process; a service must not end it.
+    reader = subprocess.Popen(
+        ["tail", "-F", f"--pid={os.getpid()}", log],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+assert reader.poll() is None
+_, alive = psutil.wait_procs(family, timeout=60)
+assert not alive, alive
 """
 
 
@@ -138,6 +165,12 @@ def test_a_missing_part_is_named_with_the_version_of_ray(monkeypatch: pytest.Mon
     with (
         pytest.raises(Unavailable, match=r"^Ray [\d.]+ lacks `start_monitor` of its class Node"),
         ray_internals.without_idle_processes(dashboard=True),
+    ):
+        pass
+    monkeypatch.delattr("ray._private.services.start_ray_process")
+    with (
+        pytest.raises(Unavailable, match=r"^Ray [\d.]+ lacks `start_ray_process` of its module"),
+        ray_internals.with_variables({}),
     ):
         pass
     monkeypatch.setattr("ray.serve.delete", lambda name: None)

@@ -14,7 +14,7 @@ from ....proto.errors import InvalidArgument
 from ...config import load_config
 from ...serve.environment import prepare_ray_environment
 from ...stop_signals import stopped_by_signals
-from ...store.checked import checked_folder
+from ...store.checked import check_folder
 from ...store.store import resolve_model
 from ...tables import table_console
 from .kill import KillDemo
@@ -102,7 +102,7 @@ def _serve(
         f"starting {model}: {config.router.replicas or 1} router(s), {config.prefill.replicas} "
         f"prefill worker(s), {config.decode.replicas} decode worker(s)"
     )
-    check = partial(checked_folder, config)
+    check = partial(check_folder, config, folder)
     # Ray prints a paragraph on sys.stdout for each process that is killed.
     with (
         redirect_stdout(io.StringIO()),

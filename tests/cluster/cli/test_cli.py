@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 import tandem
 from tandem.cluster.cli import main, serve
+from tandem.cluster.cli.demo import command as demo
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.store import checked
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.tests.imported import imported
 from tandem.tests.tiny import make_tiny_model
@@ -155,6 +157,19 @@ def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_is_used(
         (["--config", str(file), "--decode-tp", "4"], f"prefill.{wrong}"),
     ):
         assert run("serve", str(tiny_model), *args) == (2, "", f"error: {lines}"), args
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_the_check_of_a_service_resolves_the_model_no_second_time(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    """It would ask the hub again and read all weights again."""
+    monkeypatch.setattr(checked, "resolve_model", lambda *_, **__: pytest.fail("resolved again"))
+    code, _, err = run("serve", str(tiny_model), "--tp", "3")
+    assert code == 2
+    assert "tp: 3 does not divide" in err
+    with pytest.raises(pytest.fail.Exception, match="Ray is used"):  # after the check
+        demo._serve(str(tiny_model), {}, lambda *_: [])
 
 
 @pytest.mark.parametrize(

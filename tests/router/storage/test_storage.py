@@ -1,5 +1,6 @@
 """Tests the store of responses, files and batches, in memory and on disk."""
 
+import asyncio
 import json
 import re
 import sqlite3
@@ -354,6 +355,17 @@ async def test_lines_of_a_silent_runner_are_claimed_by_another() -> None:
         "three"
     ]
     case.store.check_integrity()
+
+
+async def test_a_claim_that_still_waits_takes_no_line_of_a_runner_that_was_released() -> None:
+    case = make()
+    await case.store.add_batch(*batch(case, "batch_1", "a", 2))
+    held = [(line.batch_id, line.number) for line in await case.store.claim("one", [], 2, 0)]
+    waiting = asyncio.create_task(case.store.claim("one", held, 9, 5))
+    await asyncio.sleep(0)  # it waits for lines
+    await case.store.release("one")
+    assert await waiting == []
+    assert len(await case.store.claim("two", [], 9, 0)) == 2
 
 
 async def test_tenants_take_turns() -> None:
