@@ -1,6 +1,6 @@
 """Finds the folder that keeps this user's files between runs, and the tokenizer.json of a model.
 
-A tokenizer.json lies in the model's folder, or in the former if it had to be converted from older
+A tokenizer.json lies in the model's folder, or in the former if it had to be converted from other
 files. Routers and workers read it; `cluster/store` converts it. Nothing is written into a model's
 folder.
 """
@@ -13,8 +13,9 @@ from typing import Final
 from platformdirs import user_cache_path
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+TEKKEN_FILE: Final = "tekken.json"  # Mistral's own format
 
-_SOURCES: Final = (("tokenizer.model",), ("vocab.json", "merges.txt"))
+_SOURCES: Final = (("tokenizer.model",), ("vocab.json", "merges.txt"), (TEKKEN_FILE,))
 _OTHERS: Final = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -43,7 +44,7 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def tokenizer_sources(folder: Path) -> tuple[str, ...] | None:
-    """Returns the older files from which tokenizer.json can be converted; None without them."""
+    """Returns the other files from which tokenizer.json can be converted; None without them."""
     return next(
         (names for names in _SOURCES if all((folder / name).is_file() for name in names)), None
     )

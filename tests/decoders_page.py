@@ -54,6 +54,8 @@ row of a token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
 `context_tokens` to at most this number; longer contexts are refused.
 - Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \
 convolutions) compute it with Tandem's kernels. Every rank holds the whole state. On CPUs only.
+- Nemotron-H through transformers' code raises the time steps of Mamba 2 to `time_step_min`. \
+Tandem's code has the limits that the checkpoint states (`time_step_limit`), as other engines have.
 - On GPUs, sums of transformers' code depend on the batch: `numerics: exact` is refused.
 - A decoder without positions (Mamba, Mamba 2, Falcon-Mamba) names no context length. Its context \
 is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
@@ -88,6 +90,9 @@ Fields that `text_config` leaves out have transformers' defaults. The chat templ
 processor's. `make test` tests these types in the same way:
 
 {multimodal}
+
+Published checkpoints of Gemma 3n (`Gemma3nForConditionalGeneration`) need the package `timm`, \
+with which transformers builds their encoders; without it they are refused.
 
 ## Decoders
 

@@ -79,6 +79,9 @@ MAMBA2 = {
     "mamba_chunk_size": 16,
 }
 
+UNLIMITED = {"time_step_min": 1e-9}
+"""transformers raises the time steps of prompts to this number; checkpoints do not ask for it."""
+
 TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": 24}),
@@ -144,6 +147,7 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "nemotron_h": (
         NemotronHConfig,
         {
+            **UNLIMITED,
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
             "mamba_num_heads": 8,
             "mamba_head_dim": 16,
@@ -155,6 +159,7 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "nemotron_3": (
         NemotronHConfig,
         {
+            **UNLIMITED,
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
             "mamba_num_heads": 8,
             "mamba_head_dim": 16,

@@ -215,7 +215,7 @@ def _convert_once(gguf: Path, dtype: str) -> Path:
 
 
 def ensure_tokenizer(folder: Path) -> Path:
-    """Creates tokenizer.json in this user's cache if the folder has only older tokenizer files.
+    """Creates tokenizer.json in this user's cache if the folder has only other tokenizer files.
 
     `tokenizer_file` finds it there. Returns the folder. Raises CheckpointError.
     """

@@ -29,6 +29,7 @@ from .chat import active_tools, template_variables, with_developer_as_system
 from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format, shows_call_format
 from .fair_threads import TOKENIZING, FairThreads
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
+from .tekken import restore_splitting, special_tokens
 from .template import NO_PROCESS, REFUSAL, RENDERER, TEMPLATE_OF_MODEL, render
 
 _log = logging.getLogger(__name__)
@@ -132,19 +133,28 @@ class Tokenizer:
             raise ValueError(f"{file} is missing; Tandem needs a fast tokenizer")
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                str(folder), local_files_only=True, tokenizer_file=str(file)
+                str(folder),
+                local_files_only=True,
+                tokenizer_file=str(file),
+                **special_tokens(folder),
             )
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{file} cannot be read: {reason}") from error
+        config = _config(folder / "config.json")
+        restore_splitting(tokenizer.backend_tokenizer, config)
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _processor_template(folder / "chat_template.json")
         if tokenizer.chat_template is not None:
             RENDERER.start()
+        size = config.get("vocab_size")
         return cls(
-            tokenizer, _vocab_size(folder / "config.json"), tool_call_parser, reasoning_parser
+            tokenizer,
+            size if isinstance(size, int) else None,
+            tool_call_parser,
+            reasoning_parser,
         )
 
     async def wait_for_chats(self) -> None:
@@ -405,8 +415,6 @@ def _processor_template(path: Path) -> str | None:
     return template
 
 
-def _vocab_size(config: Path) -> int | None:
-    if not config.is_file():
-        return None
-    size = json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
-    return size if isinstance(size, int) else None
+def _config(path: Path) -> dict[str, Any]:
+    """Returns the fields of config.json; empty without the file."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

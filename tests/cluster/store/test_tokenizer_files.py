@@ -1,5 +1,6 @@
 """Tests folders without tokenizer.json, and all places of chat templates in folders of the hub."""
 
+import base64
 import json
 import os
 import re
@@ -9,13 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoTokenizer
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.store import store
 from tandem.cluster.store.checked import checked_folder
 from tandem.cluster.store.store import resolve_model
+from tandem.proto import inference_pb2
 from tandem.proto.home import tokenizer_file
+from tandem.router.frontend.tekken import SPLIT
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -165,6 +169,74 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(
     assert not re.search(r"Traceback|\n", str(failure.value))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert not list(home.rglob("tokenizer*/*/*"))
+
+
+def test_a_sentencepiece_model_is_converted(tmp_path: Path, home: Path) -> None:
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT, "The river and the capital answer the question. " * 3]),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=400,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    resolve_model(str(tmp_path))
+    expected = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")).encode(TEXT)
+    assert Tokenizer.load(tmp_path)._encode(TEXT, True) == [1, *expected]
+
+
+def write_tekken(folder: Path, **fields: object) -> None:
+    """Writes the bytes and two words in Mistral's format; their ids follow ten special tokens."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the"]
+    vocab = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    config = {
+        "pattern": SPLIT,
+        "num_vocab_tokens": len(tokens),
+        "default_vocab_size": 10 + len(tokens),
+        "default_num_special_tokens": 10,
+        "version": "v7",
+    }
+    (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab} | fields))
+
+
+async def test_mistrals_tekken_json_is_converted(tmp_path: Path, home: Path) -> None:
+    """Texts begin with <s>, and chat templates know the names of the special tokens."""
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    write_tekken(
+        tmp_path,
+        special_tokens=[
+            {"rank": rank, "token_str": text, "is_control": True}
+            for rank, text in enumerate(special)
+        ],
+    )
+    resolve_model(str(tmp_path))
+    template = "{{ bos_token }}[INST]{{ messages[0].content }}{{ eos_token }}"
+    tokenizer = Tokenizer.load(tmp_path, chat_template=template)
+    the, blank, two = 10 + 257, 10 + ord(" "), 10 + ord("2")
+    assert tokenizer._encode("the the22", True) == [1, the, blank, the, two, two]
+    message = inference_pb2.ChatMessage(role="user", content="the")
+    assert await tokenizer.encode_chat(inference_pb2.Chat(messages=[message])) == [1, 3, the, 2]
+    assert tokenizer.decode([1, the, blank, two]) == "the 2"
+
+
+def test_a_tekken_json_without_special_tokens_names_the_package_that_knows_them(
+    tmp_path: Path, home: Path
+) -> None:
+    write_tekken(tmp_path)
+    with pytest.raises(CheckpointError) as failure:
+        resolve_model(str(tmp_path))
+    assert str(failure.value).startswith(
+        "tokenizer.json: not found, and cannot be made of tekken.json: transformers "
+    )
+    assert "mistral-common" in str(failure.value)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend.tekken import SPLIT
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.imported import imported
 from tandem.tests.router.fake_source import byte_tokenizer
@@ -136,6 +139,65 @@ async def test_truncation_and_padding_of_the_file_are_ignored(folder: Path, tmp_
     trained.save(str(tmp_path / "tokenizer.json"))
     assert len(await Tokenizer.load(tmp_path).encode("one two three four five six seven")) > 4
     assert len(await Tokenizer.load(tmp_path).encode("a")) < 64
+
+
+def mistral_folder(
+    folder: Path, config: dict[str, object], fourth: str = "[INST]", num_others: int = 0
+) -> Path:
+    """Writes a Mistral model's tokenizer as transformers 4 does: "12" is one token."""
+    texts = ["<unk>", "<s>", "</s>", fourth, *sorted(pre_tokenizers.ByteLevel.alphabet()), "12"]
+    texts += [f"other{index}" for index in range(num_others)]
+    vocab = {text: token for token, text in enumerate(texts)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[("1", "2")]))
+    split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in texts[:4]])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "fourth", "pieces"),
+    [
+        ({"model_type": "mistral3"}, "[INST]", ["1", "2"]),
+        ({"model_type": "mistral", "transformers_version": "4.52.4"}, "[INST]", ["1", "2"]),
+        ({"model_type": "mistral", "transformers_version": "5.1.0"}, "[INST]", ["12"]),
+        ({"model_type": "mistral"}, "<other>", ["12"]),  # another vocabulary
+        ({"model_type": "llama"}, "[INST]", ["12"]),
+        ({}, "[INST]", ["12"]),
+    ],
+)
+def test_digits_are_tokens_of_their_own_in_tekken_vocabularies_of_older_files(
+    tmp_path: Path, config: dict[str, object], fourth: str, pieces: list[str]
+) -> None:
+    tokenizer = Tokenizer.load(mistral_folder(tmp_path, config, fourth))
+    ids = tokenizer._encode("12", True)
+    assert [tokenizer.decode([token]) for token in ids] == pieces
+
+
+def test_tekken_splits_texts_as_in_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which repairs large vocabularies if a flag says so, and warns otherwise."""
+    folder = mistral_folder(tmp_path, {"model_type": "mistral3"}, num_others=100_000)
+    expected = PreTrainedTokenizerFast.from_pretrained(folder, fix_mistral_regex=True)
+    logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
+    logger.addHandler(caplog.handler)  # those of transformers do not reach the root logger
+    try:
+        found = Tokenizer.load(folder)
+    finally:
+        logger.removeHandler(caplog.handler)
+    splitting = expected.backend_tokenizer.pre_tokenizer
+    assert found._backend.pre_tokenizer.__getstate__() == splitting.__getstate__()
+    assert "fix_mistral_regex" not in caplog.text
+
+
+def test_tekken_splits_texts_as_in_gguf_files() -> None:
+    assert GGUF_PRE_TOKENIZER_SPLITS["tekken"] == SPLIT
 
 
 async def test_no_chat_template() -> None:

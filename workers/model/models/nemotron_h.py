@@ -4,7 +4,6 @@ Each layer is one of these. Attention has no positions; MLPs and experts use squ
 """
 
 from dataclasses import replace
-from math import inf
 from typing import Final
 
 import torch
@@ -21,7 +20,7 @@ from ..module import Module
 from ..states.steps import StepStates
 from .family import HybridDecoderLayer
 from .llama import LlamaAttention, LlamaForCausalLM
-from .parsing import parse_decoder_config, parse_groups, parse_layer_kinds
+from .parsing import parse_decoder_config, parse_groups, parse_layer_kinds, parse_time_steps
 
 _MAMBA: Final = "linear_attention"
 _ATTENTION: Final = "full_attention"
@@ -217,6 +216,7 @@ def _parse_mamba2(fields: Fields, config: ModelConfig) -> Mamba2Config:
         raise fields.error("mamba_hidden_act", f"{activation!r} is not supported, only silu")
     num_heads = fields.integer("mamba_num_heads", 128)
     bias = fields.boolean("use_bias", False)
+    limits = "mamba_dt_limit" if fields.has("mamba_dt_limit") else "time_step_limit"
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=fields.integer("mamba_head_dim", 64),
@@ -225,7 +225,6 @@ def _parse_mamba2(fields: Fields, config: ModelConfig) -> Mamba2Config:
         conv_width=fields.integer("conv_kernel", 4, minimum=2),
         conv_bias=fields.boolean("use_conv_bias", True),
         proj_bias=bias,
-        # Transformers applies these limits to prompts, but not to single tokens.
-        limits=(fields.number("time_step_min", 0.001), inf),
+        limits=parse_time_steps(fields, limits),
         norm_eps=config.norm_eps,
     )
