@@ -22,8 +22,8 @@ _MAX_FETCHES: Final = 2
 
 _USUAL_CRASHES: Final = 4
 """Crashes of one request's workers after which each further crash doubles the tokens that prove the
-request. So a request that always crashes a worker some tokens after a move is at last still on its
-solo run then.
+request. So a request that always crashes a worker some tokens after a move crashes, in the end, the
+worker of its solo run.
 """
 
 _NO_HANDOFF: Final = {Cause.INVALID, Cause.NOT_FINITE}
