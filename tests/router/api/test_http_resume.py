@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,11 @@ def parse(text: str) -> list[tuple[str, Any]]:
 
 
 def comparable(events: list[tuple[str, Any]]) -> list[Any]:
-    """Returns the parts of events that two runs share: no ids of requests or calls, no time."""
+    """Returns the parts of events that two runs share: no ids of requests, no time."""
     found = json.loads(json.dumps([data for _, data in events]))
     for each in found:
         if each != "[DONE]":
             del each["id"], each["created"]
-            for choice in each["choices"]:
-                for call in choice.get("delta", {}).get("tool_calls", ()):
-                    del call["id"]
     return sorted(
         found,
         key=lambda each: (
@@ -135,10 +132,13 @@ async def test_a_stream_goes_on_after_any_event(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("tokens_per_delta", [1, 2])
 @pytest.mark.usefixtures("id_bytes")
 async def test_a_stream_of_agents_goes_on_after_any_event(
-    routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str
+    routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str, tokens_per_delta: int
 ) -> None:
+    """With two tokens in a delta, one delta has the end of a call and the text after it."""
+    source.tokens_per_delta = tokens_per_delta
     source.answer = b"a " + CALL + b"b " + CALL
     fields: dict[str, Any] = {
         "messages": MESSAGES,
@@ -158,8 +158,9 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
         return found
 
     def made(found: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-        """Returns the message that a client builds, without random ids."""
+        """Returns the message that a client builds, without the id of the request."""
         deltas: dict[int, str] = {}
+        calls: list[str] = []
         for _, event in found:
             index = event.get("index", event.get("output_index"))
             if isinstance(event.get("delta"), dict):
@@ -168,8 +169,13 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
                 delta = event.get("delta", "")
             if index is not None:
                 deltas[index] = deltas.get(index, "") + delta
+            if event["type"] in ("content_block_start", "response.output_item.done"):
+                calls += call_ids([event.get("content_block") or event["item"]])
+        assert len(set(calls)) == 2
         last = found[-1][1].get("response", {"usage": None, "status": None})
-        return [deltas, [event["type"] for _, event in found], last["usage"], last["status"]]
+        assert path == "/v1/messages" or call_ids(last["output"]) == calls
+        types = [event["type"] for _, event in found]
+        return [deltas, calls, types, last["usage"], last["status"]]
 
     first, second = routers
     expected = await events(first)
@@ -179,6 +185,15 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
         assert made(whole) == made(expected)
         numbers = [event.get("sequence_number", i) for i, (_, event) in enumerate(whole)]
         assert numbers == sorted(set(numbers))
+
+
+def call_ids(items: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the ids of the calls among content blocks or items of a response."""
+    return [
+        each["call_id"] if "call_id" in each else each["id"]
+        for each in items
+        if each["type"] in ("tool_use", "function_call")
+    ]
 
 
 async def test_events_have_ids_only_if_that_is_asked_for(routers: list[httpx.AsyncClient]) -> None:

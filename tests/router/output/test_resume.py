@@ -105,7 +105,7 @@ def resumed(
 
 
 def whole(messages: Answers) -> dict[str, Any]:
-    """What a client makes of a stream. Calls have random ids."""
+    """What a client makes of a stream. Calls of another answer have other ids."""
     choices: dict[int, Fields] = {}
     for each in messages:
         found = choices.setdefault(
