@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tandem.router.resume import event_ids
 from tandem.router.resume.policy import MAX_USES, ResumePolicy
 from tandem.tests.fleet import split_fleet
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
-from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT
 
 KEY = b"k" * 32
@@ -310,6 +311,29 @@ async def test_an_id_expires(model: ServedModel, source: FakeTokenSource) -> Non
         assert answer.status_code == errors.InvalidArgument.http_status
         assert "has expired after 600 seconds" in answer.json()["error"]["message"]
     await server.stop(0)
+
+
+@pytest.mark.usefixtures("id_bytes")
+async def test_a_chat_goes_on_after_midnight_although_its_prompt_has_the_date(
+    source: FakeTokenSource,
+) -> None:
+    now = datetime(2026, 3, 1, 23, 59, 50).timestamp()
+    template = "{{ strftime_now('%d %B') }}: {{ messages[0].content }}"
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(template), context_tokens=512)
+    policy = ResumePolicy(wall_clock=lambda: now)
+    service = GenerationService([model], source, resume_key=KEY, resume_policy=policy)
+    server = HttpServer(service)
+    address = await server.start("127.0.0.1:0")
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as router:
+        events = await stream(router, CHAT, {"max_tokens": 9, "seed": 5})
+        now += 40
+        last = {"Last-Event-ID": events[3][0]}
+        rest = await stream(router, CHAT, {"max_tokens": 9, "seed": 5}, **last)
+        assert comparable(events[:4] + rest) == comparable(events)
+        await stream(router, CHAT, {"max_tokens": 9, "seed": 5})
+    await server.stop(0)
+    prompts = [bytes(asked.submit.token_ids) for asked in source.requests]
+    assert prompts == [b"01 March: hello?"] * 2 + [b"02 March: hello?"]
 
 
 @pytest.mark.usefixtures("id_bytes")
