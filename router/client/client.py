@@ -195,7 +195,10 @@ class AsyncStream:
 
     def cancel(self) -> None:
         """Ends the request; the iteration then raises Cancelled. No effect after the end."""
-        if self._call is None or self._call.cancel():
+        if self._call is not None:
+            self._call.cancel()
+        # Also if the call has already failed: the iteration would try again.
+        if not self._collector.is_complete:
             self._cancelled.set()
 
     @property

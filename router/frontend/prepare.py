@@ -31,7 +31,7 @@ from ..watermark.rules import WatermarkRules, choose_watermark
 from .chat import check_chat, must_call
 from .constraint import GrammarValidator, either
 from .fair_threads import CHECKING, COMPILING
-from .prepared import PreparedRequest, resumed
+from .prepared import PreparedRequest, begin_of, resumed
 from .tokenizer import Tokenizer
 from .tools import optional_call_constraint, tool_call_constraint
 from .validation import (
@@ -45,6 +45,7 @@ from .validation import (
     count_returned,
     most_answer_tokens,
 )
+from .words import encode_bad_words, find_stop_tokens
 
 _BYTES_PER_TOKEN: Final = 4  # of typical text
 _PATTERN_MICROSECONDS: Final = 256  # to compile a character of stop_regex, at most
@@ -110,19 +111,23 @@ async def prepare(
     fairness_id = context.caller.fairness_id
     await check_prompt(request.prompt, model, fairness_id)
     admit()
-    ids, chat = await _encode_fitting(request, model, context)
+    policy = resume_policy or ResumePolicy()
+    began = policy.milliseconds_at(context.arrived)
+    # A template may write the date: it sees the same time when the answer is resumed.
+    now = begin_of(request.resume, context.event_id, resume_key, began) / 1000
+    ids, chat = await _encode_fitting(request, model, context, now)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
     if not request.prompt.HasField("token_ids"):  # added tokens may lie beyond the embedding
         await CHECKING.run(
             fairness_id, len(ids), check_token_ids, ids, tokenizer.vocab_size, "prompt"
         )
-    bad_words = await _encode_bad_words(request.sampling, tokenizer, fairness_id)
+    bad_words = await encode_bad_words(request.sampling, tokenizer, fairness_id)
     grammar = await _grammar(request, model, context.caller)
     prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stopping = request.stopping
-    stop_tokens = _stop_tokens(stopping, tokenizer)
+    stop_tokens = find_stop_tokens(stopping, tokenizer)
     compile_microseconds = _PATTERN_MICROSECONDS * len(stopping.stop_regex)
     stops = await COMPILING.run(
         fairness_id, compile_microseconds, stop_rules, stopping, stop_tokens
@@ -130,7 +135,7 @@ async def prepare(
     submit = _submit(request, model, context.caller, prompt, max_tokens)
     submit.bad_words.extend(bad_words)
     submit.grammar = grammar
-    encode = partial(tokenizer.encode_chat, fairness_id=fairness_id)
+    encode = partial(tokenizer.encode_chat, fairness_id=fairness_id, now=now)
     submit.retentions.extend(await find_retentions(request, prompt, encode))
     submit.stop_token_ids.extend(dict.fromkeys((*stopping.stop_token_ids, *stop_tokens)))
     prepared = PreparedRequest(
@@ -163,7 +168,6 @@ async def prepare(
         return prepared
     salt = f"{_model_digest(model, submit)} {context.caller.tenant}"
     digest = digest_request(request, prompt, max_tokens, salt)
-    policy = resume_policy or ResumePolicy()
     prepared = replace(
         prepared,
         resume=ResumeBinding(
@@ -172,7 +176,7 @@ async def prepare(
             digest=digest,
             seed=submit.sampling.seed,
             answer=secrets.token_bytes(ANSWER_BYTES),
-            began=policy.milliseconds_at(context.arrived),
+            began=began,
         ),
         has_event_ids=context.event_id is not None,
     )
@@ -222,11 +226,13 @@ async def encode_prompt(
     caller: Caller,
     *,
     add_special_tokens: bool = True,
+    now: float | None = None,
 ) -> list[int]:
     """Returns the token ids of a checked prompt of any kind, and charges the caller for them.
 
-    A prompt that is refused or cancelled is charged by its size. Raises InvalidArgument if the chat
-    template refuses it, and Overloaded if the caller has no tokens left or if too many texts wait.
+    A prompt that is refused or cancelled is charged by its size. `now`: see Tokenizer.encode_chat.
+    Raises InvalidArgument if the chat template refuses the prompt, and Overloaded if the caller has
+    no tokens left or if too many texts wait.
     """
     caller.quota.check_tokens()
     try:
@@ -236,7 +242,7 @@ async def encode_prompt(
                 text, add_special_tokens=add_special_tokens, fairness_id=caller.fairness_id
             )
         elif prompt.HasField("chat"):
-            ids = await tokenizer.encode_chat(prompt.chat, caller.fairness_id)
+            ids = await tokenizer.encode_chat(prompt.chat, caller.fairness_id, now)
         else:
             ids = list(prompt.token_ids.ids)
     except (InvalidArgument, asyncio.CancelledError):  # the work was done
@@ -247,7 +253,10 @@ async def encode_prompt(
 
 
 async def _encode_fitting(
-    request: inference_pb2.GenerateRequest, model: ServedModel, context: RequestContext
+    request: inference_pb2.GenerateRequest,
+    model: ServedModel,
+    context: RequestContext,
+    now: float,
 ) -> tuple[list[int], inference_pb2.Chat | None]:
     """Returns the ids of the checked prompt, and its chat without the turns that do not fit.
 
@@ -256,7 +265,7 @@ async def _encode_fitting(
     `encode_prompt`.
     """
     caller = context.caller
-    ids = await encode_prompt(request.prompt, model.tokenizer, caller)
+    ids = await encode_prompt(request.prompt, model.tokenizer, caller, now=now)
     chat = request.prompt.chat if request.prompt.HasField("chat") else None
     if chat is None or request.truncation != "auto":
         return ids, chat
@@ -269,7 +278,7 @@ async def _encode_fitting(
     while low <= high:  # bisection, because each attempt renders the chat
         middle = (low + high) // 2
         shorter = without(chat, parts[:middle])
-        ids = await model.tokenizer.encode_chat(shorter, caller.fairness_id)
+        ids = await model.tokenizer.encode_chat(shorter, caller.fairness_id, now)
         if len(ids) <= room or middle == len(parts):
             found = ids, shorter
             high = middle - 1
@@ -386,49 +395,12 @@ async def _with_calls(
     return await validate(both, field, caller.fairness_id, caller.cache_salt)
 
 
-def _stop_tokens(stopping: inference_pb2.StoppingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Returns the stop strings that are special tokens, by token.
-
-    Raises InvalidArgument if there are too many tokens to stop at.
-    """
-    found = {
-        token: text
-        for text in stopping.stop
-        for token in tokenizer.ids_of([text]) & tokenizer.special_ids
-    }
-    if (count := len({*stopping.stop_token_ids, *found})) > limits.MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument(
-            f"has {count} ids together with the special tokens of stop; the maximum is "
-            f"{limits.MAX_STOP_TOKEN_IDS}",
-            "stopping.stop_token_ids",
-        )
-    return found
-
-
 def _affinity(key: str, caller: Caller) -> str:
     return f"{caller.tenant} {key}" if key else ""
 
 
 def _ends_at(stopping: inference_pb2.StoppingParams, context: RequestContext) -> float | None:
     return context.arrived + stopping.max_time_ms / 1000 if stopping.max_time_ms else None
-
-
-async def _encode_bad_words(
-    sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer, fairness_id: str
-) -> list[inference_pb2.TokenIds]:
-    """Encodes each text with and without a leading space.
-
-    Tokenizers distinguish the first word of a text.
-    """
-    texts = [text for word in sampling.bad_words for text in (word, f" {word.lstrip()}")]
-    found: dict[tuple[int, ...], None] = {}
-    for i, ids in enumerate(
-        await tokenizer.encode_all(texts, add_special_tokens=False, fairness_id=fairness_id)
-    ):
-        check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i // 2}]")
-        if ids and max(ids) < tokenizer.vocab_size:  # ids beyond are never generated
-            found[tuple(ids)] = None
-    return [inference_pb2.TokenIds(ids=word) for word in found]
 
 
 def _fit_context(

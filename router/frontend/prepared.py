@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from ...proto import inference_pb2, worker_pb2
 from ..auth.rate import Quota
 from ..request import TokenRequest
-from ..resume.event_ids import check_event_id
+from ..resume.event_ids import begin_of_event, check_event_id
 from ..resume.tokens import (
     ChoiceMark,
     ChoiceProgress,
     ResumeBinding,
     ResumedAnswer,
+    ResumeKey,
+    begin_of_token,
     check_resume,
 )
 from ..slo import RequestSlo
@@ -72,6 +74,25 @@ class PreparedRequest:
     def is_held(self) -> bool:
         """True if nothing is answered before all completions have ended."""
         return self.tokens.submit.num_choices > self.num_returned or self.tokens.has_beam_search
+
+
+def begin_of(
+    given: Sequence[inference_pb2.ResumedChoice],
+    event_id: str | None,
+    key: ResumeKey | None,
+    arrived: int,
+) -> int:
+    """Returns when the answer began, as in ResumeBinding: at `arrived` if it is new.
+
+    Tokens that `resumed` will refuse count as a new answer. Raises InvalidArgument if the event id
+    belongs to another service.
+    """
+    begun = None
+    if key is not None and event_id:
+        begun = begin_of_event(event_id, key)
+    elif key is not None and given:
+        begun = begin_of_token(given[0].resume_token, key)
+    return arrived if begun is None else begun
 
 
 def resumed(

@@ -46,17 +46,23 @@ def start_for(folder: Path) -> None:
 
 
 def render(
-    process: ChildProcess, variables: Mapping[str, Any], *, max_characters: int, seconds: float
+    process: ChildProcess,
+    variables: Mapping[str, Any],
+    *,
+    max_characters: int,
+    seconds: float,
+    now: float,
 ) -> str:
     """Renders by transformers' render_jinja_template.
 
-    `variables` are its arguments, as plain JSON values. Raises InvalidArgument if the template
-    refuses them, writes too much or does not end in time, and Unavailable if the process does not
-    start.
+    `variables` are its arguments, as plain JSON values. `now`: the time that the template sees, in
+    seconds of time.time(). Raises InvalidArgument if the template refuses them, writes too much or
+    does not end in time, and Unavailable if the process does not start.
     """
     reply: dict[str, str] = {}
     try:
-        reply = json.loads(process.ask(json.dumps([variables, max_characters]).encode(), seconds))
+        request = json.dumps([variables, max_characters, now]).encode()
+        reply = json.loads(process.ask(request, seconds))
     except TimeoutError:
         reply["reason"] = f"takes more than {seconds:g} seconds for these messages"
     except EOFError:  # such as by a recursion that ends the process

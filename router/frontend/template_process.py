@@ -8,13 +8,14 @@ chats, and messages that it does not write are changed (messages/). Knows nothin
 import json
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Final
 
 import psutil
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from .chat_formats import CALL_FORMATS, call_format
 from .messages.calls import (
@@ -53,10 +54,17 @@ def make_answer() -> Callable[[bytes], bytes]:
     return lambda request: json.dumps(_render(*json.loads(request))).encode()
 
 
-def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
-    """Returns the text, or the reason why there is none and the field at fault."""
+def _render(variables: Mapping[str, Any], max_characters: int, now: float) -> dict[str, str]:
+    """Returns the text, or the reason why there is none and the field at fault.
+
+    `now`: the time that the template sees, in seconds of time.time().
+    """
     try:
-        texts: Any = render_jinja_template(**_fitting(variables))[0]
+        fitting = _fitting(variables)
+        # Rendering takes the compiled template from a cache; a plain variable cannot be a function.
+        compiled: Any = _compile_jinja_template(variables["chat_template"])
+        compiled.globals["strftime_now"] = datetime.fromtimestamp(now).strftime
+        texts: Any = render_jinja_template(**fitting)[0]
         if len(texts[0]) <= max_characters:
             return {"text": texts[0]}
     except MemoryError:

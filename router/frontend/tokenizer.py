@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -243,17 +244,20 @@ class Tokenizer:
 
         return await TOKENIZING.run(fairness_id, sum(map(len, texts)), encode)
 
-    async def encode_chat(self, chat: inference_pb2.Chat, fairness_id: str = "") -> list[int]:
+    async def encode_chat(
+        self, chat: inference_pb2.Chat, fairness_id: str = "", now: float | None = None
+    ) -> list[int]:
         """Returns the token ids of a checked chat as the model's template renders it.
 
         The ids end with the opening of the assistant's answer, or with the last message if that is
-        to be continued. The chat waits for a thread, see FairThreads. Raises InvalidArgument if the
+        to be continued. `now`: the time that the template sees, in seconds of time.time(); None:
+        the present. The chat waits for a thread, see FairThreads. Raises InvalidArgument if the
         model has no chat template, or if the template refuses the messages, renders too many
         characters or takes more than 5 seconds, and Overloaded if too many chats wait.
         """
         # Always in a thread, because the renderer waits for another process.
         num_characters, encode = await _RENDERINGS.run(
-            fairness_id, chat.ByteSize(), self._render_chat, chat
+            fairness_id, chat.ByteSize(), self._render_chat, chat, now
         )
         return await TOKENIZING.run(fairness_id, num_characters, encode)
 
@@ -323,12 +327,14 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return encode_text(self._backend, text, add_special_tokens=add_special_tokens)
 
-    def _render_chat(self, chat: inference_pb2.Chat) -> tuple[int, Callable[[], list[int]]]:
+    def _render_chat(
+        self, chat: inference_pb2.Chat, now: float | None
+    ) -> tuple[int, Callable[[], list[int]]]:
         """Renders a chat; returns the number of characters and a function that encodes them."""
         template = self.chat_template(tools=bool(active_tools(chat)))
         variables = with_developer_as_system(template_variables(chat), template)
         if chat.parse_special:
-            rendered = self._render(chat, variables)
+            rendered = self._render(chat, variables, now)
             return len(rendered), partial(self._encode, rendered, False)
         escaper = SpecialTokenEscaper(json.dumps(variables, ensure_ascii=False))
         special, control, encoder = self._spelled
@@ -338,7 +344,7 @@ class Tokenizer:
             for each in messages
         ]
         variables = {name: escaper.escape(value, special) for name, value in variables.items()}
-        rendered = self._render(chat, variables | {"conversations": [hidden]})
+        rendered = self._render(chat, variables | {"conversations": [hidden]}, now)
         if escaper.is_active or self._normalizes_special:
             return len(rendered), partial(encoder.encode, rendered, escaper)
         return len(rendered), partial(self._encode, rendered, False)
@@ -368,7 +374,9 @@ class Tokenizer:
             text.special and text.normalized for text in added.values()
         )
 
-    def _render(self, chat: inference_pb2.Chat, variables: dict[str, Any]) -> str:
+    def _render(
+        self, chat: inference_pb2.Chat, variables: dict[str, Any], now: float | None = None
+    ) -> str:
         source = self.chat_template(tools=bool(active_tools(chat)))
         if not source:
             raise InvalidArgument(
@@ -378,7 +386,11 @@ class Tokenizer:
             )
         variables = {**self._template.special_tokens_map, **variables, "chat_template": source}
         return render(
-            RENDERER, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
+            RENDERER,
+            variables,
+            max_characters=MAX_PROMPT_CHARACTERS,
+            seconds=_TEMPLATE_SECONDS,
+            now=time.time() if now is None else now,
         )
 
 

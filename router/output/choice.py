@@ -1,7 +1,8 @@
 """Turns the generated tokens of one completion into its messages."""
 
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from hashlib import blake2b
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError
@@ -17,6 +18,7 @@ from .detokenizer import Detokenizer
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 BROKEN = "the token stream of this request broke"
 _STOP = inference_pb2.FINISH_REASON_STOP
+_CALL_ID_BYTES = 12  # as in tool_parser
 
 
 class ChoiceOutput:
@@ -47,6 +49,11 @@ class ChoiceOutput:
         self._num_calls = 0
         is_single = request.chat is not None and request.chat.tool_choice.single_call
         self._most_calls = 1 if is_single else MAX_TOOL_CALLS
+
+    @property
+    def is_parsed(self) -> bool:
+        """True if the answer may have reasoning or calls besides text."""
+        return self._parser is not None
 
     @property
     def mean_logprob(self) -> float:
@@ -162,10 +169,22 @@ class ChoiceOutput:
         message.reasoning = "".join(part.reasoning for part in parts)
         calls = [call for part in parts for call in part.calls]
         message.tool_calls.extend(calls[: self._most_calls - self._num_calls])
+        self._name_calls(message.tool_calls)
         self._num_calls += len(message.tool_calls)
         # An answer that was cut keeps its own reason: agents take it for incomplete.
         if self._num_calls and message.finish_reason == _STOP:
             message.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
+
+    def _name_calls(self, calls: Iterable[inference_pb2.ToolCall]) -> None:
+        """Gives the next calls of a resumable answer the ids that they get at every router.
+
+        A client may have run a call before its stream broke.
+        """
+        if self._request.resume is None:
+            return
+        for index, call in enumerate(calls, self._num_calls):
+            name = self._request.resume.answer + bytes((self._number, index))
+            call.id = f"call_{blake2b(name, digest_size=_CALL_ID_BYTES).hexdigest()}"
 
     def _add_logprobs(
         self, message: inference_pb2.GenerateResponse, logprobs: Sequence[worker_pb2.TokenScores]

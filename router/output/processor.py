@@ -3,9 +3,8 @@
 Knows nothing of dispatch and of APIs.
 """
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 from ...proto import inference_pb2, worker_pb2
@@ -13,9 +12,10 @@ from ...proto.errors import InternalError, TandemError
 from ..frontend.fair_threads import SCORING
 from ..frontend.prepared import PreparedRequest
 from ..request import TokenDelta
-from ..resume.tokens import ChoiceMark, ProgressSigner
+from ..resume.tokens import ProgressSigner
 from .choice import BROKEN, UNFINISHED, ChoiceOutput, prompt_logprobs
 from .joined_answer import JoinedAnswer
+from .split import split_at, token_by_token
 
 
 class OutputProcessor:
@@ -88,7 +88,11 @@ class OutputProcessor:
                 for number, progress in self._progress.items():
                     restore = self._choices[number].restore
                     await SCORING.run("", cost * len(progress.ids), restore, progress)
-                async for delta in split_at(deltas, self._marks) if self._marks else deltas:
+                source = split_at(deltas, self._marks) if self._marks else deltas
+                if self._request.has_event_ids and self._choices[0].is_parsed:
+                    # As `delivered` replays them: items of agents begin and end at the same tokens.
+                    source = token_by_token(source, self._open)
+                async for delta in source:
                     if delta.choice not in self._open:
                         raise InternalError(BROKEN)
                     if delta.prompt_logprobs:
@@ -244,34 +248,3 @@ class OutputProcessor:
         if self._cached_tokens is None:
             return self._timeline.cached_tokens
         return self._cached_tokens
-
-
-async def split_at(
-    deltas: AsyncGenerator[TokenDelta, None], marks: Mapping[int, ChoiceMark]
-) -> AsyncGenerator[TokenDelta, None]:
-    """Yields the deltas; splits those that have tokens before and after the mark of their choice.
-
-    So no message has both tokens that the client has and new ones.
-    """
-    async for delta in deltas:
-        mark = marks.get(delta.choice)
-        num_known = 0 if mark is None else mark.num_tokens - delta.first_index
-        if mark is None or not 0 < num_known < len(delta.ids):
-            yield delta
-            continue
-        yield replace(
-            delta,
-            ids=delta.ids[:num_known],
-            logprobs=delta.logprobs[:num_known],
-            finish_reason=UNFINISHED,
-            score=0.0,
-        )
-        if mark.has_ended:  # by a rule of the router, after which tokens may come
-            continue
-        yield replace(
-            delta,
-            first_index=delta.first_index + num_known,
-            ids=delta.ids[num_known:],
-            logprobs=delta.logprobs[num_known:],
-            prompt_logprobs=(),
-        )

@@ -37,6 +37,7 @@ _VERSION: Final = 130  # differs from the version of resume tokens, which have t
 _HASH_BYTES: Final = 4  # enough to notice another answer; the signature keeps clients from forging
 # Version, request, seed, answer, its begin in milliseconds, time, cached tokens, choices.
 _HEAD: Final = Struct("<B8sQ8sqIIB")
+_BEGIN: Final = 4  # its place there
 _CHOICE: Final = Struct(f"<BI{_HASH_BYTES}s")  # number, 2 * tokens + 1 if ended, hash of ids
 _OTHER_ANSWER: Final = "this answer cannot be computed again as it was; send the request without it"
 
@@ -165,6 +166,15 @@ def check_event_id(event_id: str, binding: ResumeBinding, num_choices: int) -> R
         for number, mark in marks.items()
     }
     return replace(resumed, progress=progress, marks={})
+
+
+def begin_of_event(event_id: str, key: ResumeKey) -> int | None:
+    """Returns when the answer of an event id began; None for another version of the service.
+
+    Raises InvalidArgument if the id belongs to another service.
+    """
+    body = _signed_part(event_id, key)
+    return int(_HEAD.unpack_from(body)[_BEGIN]) if body[0] == _VERSION else None
 
 
 def _signed_part(event_id: str, key: ResumeKey) -> bytes:

@@ -27,6 +27,7 @@ MAC_BYTES: Final = 16  # of HMAC-SHA256; RFC 2104 allows half
 ANSWER_BYTES: Final = 8  # random
 # Version, digest of the request, seed, answer, its begin in milliseconds, choice.
 _HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sqB")
+_BEGIN: Final = 4  # its place there
 # True if the choice has ended, its tokens, cached tokens of the prompt, the time in seconds.
 _STATE: Final = Struct("<?III")
 _MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # the hash of the ids comes last
@@ -177,6 +178,14 @@ def check_resume(
         raise InvalidArgument("the tokens are of several runs of the request", "resume")
     check_unfinished([each.has_ended for each in progress.values()], num_choices)
     return replace(found[0], progress=progress)
+
+
+def begin_of_token(token: bytes, key: ResumeKey) -> int | None:
+    """Returns when the answer of a resume token began; None if `check_resume` will refuse it."""
+    body = key.signed_part(token)
+    if not body or body[0] != _VERSION:
+        return None
+    return int(_HEAD.unpack_from(body)[_BEGIN])
 
 
 def check_unfinished(ended: Sequence[bool], num_choices: int) -> None:

@@ -186,6 +186,7 @@ def rendered(name: str, *turns: tuple[str, str], bos: str | None = "<bos>") -> s
         },
         max_characters=10_000,
         seconds=30.0,
+        now=0.0,
     )
 
 

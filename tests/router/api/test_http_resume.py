@@ -3,7 +3,8 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tandem.router.resume import event_ids
 from tandem.router.resume.policy import MAX_USES, ResumePolicy
 from tandem.tests.fleet import split_fleet
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
-from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT
 
 KEY = b"k" * 32
@@ -73,14 +74,11 @@ def parse(text: str) -> list[tuple[str, Any]]:
 
 
 def comparable(events: list[tuple[str, Any]]) -> list[Any]:
-    """Returns the parts of events that two runs share: no ids of requests or calls, no time."""
+    """Returns the parts of events that two runs share: no ids of requests, no time."""
     found = json.loads(json.dumps([data for _, data in events]))
     for each in found:
         if each != "[DONE]":
             del each["id"], each["created"]
-            for choice in each["choices"]:
-                for call in choice.get("delta", {}).get("tool_calls", ()):
-                    del call["id"]
     return sorted(
         found,
         key=lambda each: (
@@ -135,10 +133,13 @@ async def test_a_stream_goes_on_after_any_event(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("tokens_per_delta", [1, 2])
 @pytest.mark.usefixtures("id_bytes")
 async def test_a_stream_of_agents_goes_on_after_any_event(
-    routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str
+    routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str, tokens_per_delta: int
 ) -> None:
+    """With two tokens in a delta, one delta has the end of a call and the text after it."""
+    source.tokens_per_delta = tokens_per_delta
     source.answer = b"a " + CALL + b"b " + CALL
     fields: dict[str, Any] = {
         "messages": MESSAGES,
@@ -158,8 +159,9 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
         return found
 
     def made(found: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-        """Returns the message that a client builds, without random ids."""
+        """Returns the message that a client builds, without the id of the request."""
         deltas: dict[int, str] = {}
+        calls: list[str] = []
         for _, event in found:
             index = event.get("index", event.get("output_index"))
             if isinstance(event.get("delta"), dict):
@@ -168,8 +170,13 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
                 delta = event.get("delta", "")
             if index is not None:
                 deltas[index] = deltas.get(index, "") + delta
+            if event["type"] in ("content_block_start", "response.output_item.done"):
+                calls += call_ids([event.get("content_block") or event["item"]])
+        assert len(set(calls)) == 2
         last = found[-1][1].get("response", {"usage": None, "status": None})
-        return [deltas, [event["type"] for _, event in found], last["usage"], last["status"]]
+        assert path == "/v1/messages" or call_ids(last["output"]) == calls
+        types = [event["type"] for _, event in found]
+        return [deltas, calls, types, last["usage"], last["status"]]
 
     first, second = routers
     expected = await events(first)
@@ -179,6 +186,15 @@ async def test_a_stream_of_agents_goes_on_after_any_event(
         assert made(whole) == made(expected)
         numbers = [event.get("sequence_number", i) for i, (_, event) in enumerate(whole)]
         assert numbers == sorted(set(numbers))
+
+
+def call_ids(items: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the ids of the calls among content blocks or items of a response."""
+    return [
+        each["call_id"] if "call_id" in each else each["id"]
+        for each in items
+        if each["type"] in ("tool_use", "function_call")
+    ]
 
 
 async def test_events_have_ids_only_if_that_is_asked_for(routers: list[httpx.AsyncClient]) -> None:
@@ -295,6 +311,29 @@ async def test_an_id_expires(model: ServedModel, source: FakeTokenSource) -> Non
         assert answer.status_code == errors.InvalidArgument.http_status
         assert "has expired after 600 seconds" in answer.json()["error"]["message"]
     await server.stop(0)
+
+
+@pytest.mark.usefixtures("id_bytes")
+async def test_a_chat_goes_on_after_midnight_although_its_prompt_has_the_date(
+    source: FakeTokenSource,
+) -> None:
+    now = datetime(2026, 3, 1, 23, 59, 50).timestamp()
+    template = "{{ strftime_now('%d %B') }}: {{ messages[0].content }}"
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(template), context_tokens=512)
+    policy = ResumePolicy(wall_clock=lambda: now)
+    service = GenerationService([model], source, resume_key=KEY, resume_policy=policy)
+    server = HttpServer(service)
+    address = await server.start("127.0.0.1:0")
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as router:
+        events = await stream(router, CHAT, {"max_tokens": 9, "seed": 5})
+        now += 40
+        last = {"Last-Event-ID": events[3][0]}
+        rest = await stream(router, CHAT, {"max_tokens": 9, "seed": 5}, **last)
+        assert comparable(events[:4] + rest) == comparable(events)
+        await stream(router, CHAT, {"max_tokens": 9, "seed": 5})
+    await server.stop(0)
+    prompts = [bytes(asked.submit.token_ids) for asked in source.requests]
+    assert prompts == [b"01 March: hello?"] * 2 + [b"02 March: hello?"]
 
 
 @pytest.mark.usefixtures("id_bytes")

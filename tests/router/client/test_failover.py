@@ -208,6 +208,23 @@ async def test_a_service_without_resume_tokens_is_not_asked_to_go_on(
     assert len(server.requests) == 1
 
 
+async def test_a_stream_whose_router_was_lost_is_cancelled_and_not_tried_again(
+    server: RecordingServer,
+) -> None:
+    begun = inference_pb2.GenerateResponse(text="a", token_ids=[1], resume_token=b"r")
+    server.answers = [begun]
+    server.last_status = to_status(status_pb2.Status(code=code_pb2.UNAVAILABLE, message="gone"))
+    async with AsyncClient(server.address) as client:
+        stream = client.stream("hi")
+        assert (await anext(stream)).text == "a"
+        await stream._call.code()  # the error has come, and nobody has read it
+        server.answers, server.last_status = [LAST], None
+        stream.cancel()
+        with pytest.raises(errors.Cancelled):
+            await anext(stream)
+    assert len(server.requests) == 1
+
+
 async def test_an_answer_that_is_complete_needs_no_end_of_the_stream(
     server: RecordingServer,
 ) -> None:

@@ -1,7 +1,9 @@
 """Tests that chat templates render as in transformers, and that bad templates are stopped."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -607,10 +609,29 @@ def renderer() -> ChildProcess:
 
 
 def render(
-    renderer: ChildProcess, template: str, variables: dict[str, Any], seconds: float = 60
+    renderer: ChildProcess,
+    template: str,
+    variables: dict[str, Any],
+    seconds: float = 60,
+    now: float = 0.0,
 ) -> str:
     arguments = {"conversations": [[]], "chat_template": template} | variables
-    return templates.render(renderer, arguments, max_characters=1_000_000, seconds=seconds)
+    return templates.render(renderer, arguments, max_characters=1_000_000, seconds=seconds, now=now)
+
+
+def test_a_template_sees_the_time_of_the_request(renderer: ChildProcess) -> None:
+    template = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"
+    evening = datetime(2026, 3, 1, 23, 59, 50)
+    for moment in (evening, evening + timedelta(seconds=20), evening):
+        found = render(renderer, template, {}, now=moment.timestamp())
+        assert found == moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+async def test_without_a_time_a_template_sees_the_present() -> None:
+    before = int(time.time())
+    tokenizer = byte_tokenizer(chat_template="{{ strftime_now('%s') }}")
+    seen = int(bytes(await tokenizer.encode_chat(chat())))
+    assert before <= seen <= time.time()
 
 
 @pytest.mark.parametrize("template", ENDLESS)

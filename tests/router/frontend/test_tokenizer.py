@@ -257,7 +257,9 @@ async def test_another_caller_s_chat_waits_for_one_rendering_at_most(
     has_begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def render(_self: Tokenizer, _chat: inference_pb2.Chat, variables: dict[str, Any]) -> str:
+    def render(
+        _self: Tokenizer, _chat: inference_pb2.Chat, variables: dict[str, Any], _now: float | None
+    ) -> str:
         text: str = variables["conversations"][0][0]["content"]
         rendered.append(text)
         loop.call_soon_threadsafe(has_begun.set)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +32,8 @@ from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokeni
 KEY = b"k" * 32
 MODEL = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
 CALL = b'<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-TOOLS = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+TOOLS = CHAT | {"tools": [{"name": "f"}]}
 Fields = dict[str, Any]
 
 
@@ -105,7 +107,7 @@ def resumed(
 
 
 def whole(messages: Answers) -> dict[str, Any]:
-    """What a client makes of a stream. Calls have random ids."""
+    """What a client makes of a stream. Calls of another answer have other ids."""
     choices: dict[int, Fields] = {}
     for each in messages:
         found = choices.setdefault(
@@ -225,6 +227,32 @@ def after_events(
         source.tokens_per_delta = source.tokens_per_delta % 4 + 1
         rest = asyncio.run(answer_after(message, source, event_id))
     return delivered + [each for each, _ in rest]
+
+
+async def test_a_chat_goes_on_after_midnight_although_its_prompt_has_the_date() -> None:
+    now = datetime(2026, 3, 1, 23, 59, 50).timestamp()
+    policy = ResumePolicy(wall_clock=lambda: now)
+    template = "{{ strftime_now('%d %B') }}: {{ messages[0].content }}"
+    model = replace(MODEL, tokenizer=byte_tokenizer(template))
+    source = FakeTokenSource()
+    service = GenerationService([model], source, resume_key=KEY, resume_policy=policy)
+
+    async def ask(message: inference_pb2.GenerateRequest) -> Answers:
+        context = RequestContext(arrived=time.monotonic(), is_resumable=True)
+        prepared = await service.accept(message, context)
+        return [each async for each in service.run(prepared, inference_pb2.Timeline())]
+
+    message = request(prompt={"chat": CHAT}, stopping={"max_tokens": 9}, sampling={"seed": 7})
+    expected = await ask(message)
+    now += 40
+    rest = await ask(resumed(message, expected[:4]))
+    now += 40
+    again = await ask(resumed(message, expected[:4] + rest[:2]))
+    assert whole(expected[:4] + rest) == whole(expected)
+    assert whole(expected[:4] + rest[:2] + again) == whole(expected)
+    await ask(message)
+    prompts = [bytes(each.submit.token_ids) for each in source.requests]
+    assert prompts == [b"01 March: x"] * 3 + [b"02 March: x"]
 
 
 def test_a_random_seed_is_kept() -> None:
