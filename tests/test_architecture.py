@@ -121,7 +121,9 @@ ARROWS: dict[str, set[str]] = {
             "router: pooling prompt_cache",
             "router: request resume slo stopping telemetry turns watermark",
         ),
-        "router.output": ("router: frontend frontend.chat_formats request resume stopping",),
+        "router.output": (
+            "router: frontend frontend.chat_formats frontend.schemas request resume stopping",
+        ),
         "router.storage": ("router.auth",),
         "router.json_lines": ("router.fields",),
         "router.api": (
@@ -130,12 +132,14 @@ ARROWS: dict[str, set[str]] = {
         ),
         "router.api.console": ("router: auth frontend telemetry",),
         "router.api.openai": (
-            "router: api api.console auth frontend garbage output request resume storage",
-            "router: telemetry",
+            "router: api api.console auth frontend frontend.schemas garbage output request resume",
+            "router: storage telemetry",
         ),
-        "router.api.anthropic": ("router: api api.openai frontend output",),
+        "router.api.anthropic": ("router: api api.openai frontend frontend.schemas output",),
         "router.api.batches": ("router: api api.openai auth frontend json_lines storage",),
-        "router.api.responses": ("router: api api.openai frontend output storage",),
+        "router.api.responses": (
+            "router: api api.openai frontend frontend.schemas output storage",
+        ),
         "router.api.server": (
             "router: auth deadline frontend output request scheduling telemetry",
             "router: api api.anthropic api.batches api.console api.openai api.responses",

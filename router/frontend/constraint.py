@@ -21,7 +21,7 @@ from ...proto.llguidance_calls import PARSER_LIMITS, on_deep_stack
 from .chat import parameters_schema
 from .child_process import ChildProcess
 from .fair_threads import FairThreads
-from .json_schemas import JSON_STYLE, close_objects, readable
+from .schemas.json_schemas import JSON_STYLE, close_objects, readable
 
 _VALIDATE_SECONDS: Final = 5.0
 _MAX_WAITS: Final = 3  # times _VALIDATE_SECONDS, to wait for other checks

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...proto import inference_pb2
 from ..frontend.chat import parameters_schema
-from ..frontend.json_schemas import resolved
+from ..frontend.schemas.json_schemas import resolved
 from .python_calls import read_literal
 
 _MAX_SPACE: Final = 64  # characters after the last tag of a call

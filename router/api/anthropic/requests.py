@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.chat import must_call
-from ...frontend.json_schemas import close_objects
+from ...frontend.schemas.json_schemas import close_objects
 from ..openai.bodies import PART_BREAK, CacheControl, OtherPart, part_ends
 from ..openai.parsing import json_text, parse
 from ..openai.requests import ParsedRequest, set_parameters

@@ -14,7 +14,7 @@ from ....proto.errors import InvalidArgument
 from ....proto.limits import MAX_CACHE_BREAKPOINTS
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
 from ...frontend.chat import json_object, must_call
-from ...frontend.json_schemas import close_objects
+from ...frontend.schemas.json_schemas import close_objects
 from ..tool_choice import MODES, numbers_of_allowed
 from .bodies import (
     REQUEST_TTL,

@@ -9,7 +9,7 @@ from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ....proto.limits import MAX_CACHE_BREAKPOINTS
 from ...frontend.chat import must_call
-from ...frontend.json_schemas import close_objects
+from ...frontend.schemas.json_schemas import close_objects
 from ..openai.bodies import PART_BREAK, OtherPart
 from ..openai.parsing import json_text
 from ..openai.requests import ParsedRequest, set_parameters, set_prompt_cache

@@ -15,7 +15,7 @@ from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.frontend.child_process import ChildProcess
 from tandem.router.frontend.constraint import GrammarValidator, either
-from tandem.router.frontend.json_schemas import close_objects
+from tandem.router.frontend.schemas.json_schemas import close_objects
 from tandem.tests.waits import WAIT
 from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from tandem.router.frontend.json_schemas import close_objects, readable
+from tandem.router.frontend.schemas.json_schemas import close_objects, readable
 from tandem.tests.examples import num_examples
 from tandem.tests.waits import WAIT
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any, Final
 
-from ...proto import limits
-from .schemas.numbers import refused_number
-from .schemas.patterns import has_lookaround, without_lookarounds
-from .schemas.unions import exclude
+from ....proto import limits
+from .numbers import refused_number
+from .patterns import has_lookaround, without_lookarounds
+from .unions import exclude
 
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
