@@ -138,9 +138,20 @@ class SequenceStates:
         """
         for sequence, slot in self._read:
             self.pool.release([slot])
-            if sequence.state is State.RUNNING and not sequence.slots.free:
-                self.prepare(sequence)
+            if sequence.state is State.RUNNING:
+                self._refill(sequence)
         self._read.clear()
+
+    def _refill(self, sequence: Sequence) -> None:
+        """Gives a sequence the slots that its branches need beside the current one.
+
+        Returns further ones to the pool: those of a draft that was not made, and those of choices
+        that ended before the fork.
+        """
+        count = NUM_STATES * sequence.num_branches - 1
+        self.prepare(sequence, count)
+        self.pool.unreserve(sequence.slots.free[count:])
+        del sequence.slots.free[count:]
 
     def publish(self, sequence: Sequence) -> None:
         """Publishes the states of resume points that are computed now."""
@@ -170,7 +181,7 @@ class SequenceStates:
                 self.pool.release([slot])
         slots.draft = []
         self.publish(sequence)
-        self.prepare(sequence)
+        self._refill(sequence)
 
     def import_again(self, sequence: Sequence) -> None:
         """Makes the slot to which an import has written the current one."""
