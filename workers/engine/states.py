@@ -64,10 +64,14 @@ class SequenceStates:
         sequence.slots.current = slot
         return slot
 
-    def prepare(self, sequence: Sequence, count: int = 1) -> int:
-        """Reserves up to `count` slots for a sequence's next step; returns the number it has."""
+    def prepare(self, sequence: Sequence, count: int = 1, num_kept: int = 0) -> int:
+        """Reserves up to `count` slots for a sequence's next step; returns the number it has.
+
+        Leaves `num_kept` slots available to other sequences.
+        """
         free = sequence.slots.free
-        free += self.pool.reserve(min(max(count - len(free), 0), self.pool.num_available))
+        num_available = max(self.pool.num_available - num_kept, 0)
+        free += self.pool.reserve(min(max(count - len(free), 0), num_available))
         return len(free)
 
     def plan(self, sequence: Sequence, count: int, num_draft: int) -> StatePlan:
