@@ -128,9 +128,9 @@ def _install(control: Control) -> None:
             *grow(self, sequence),
         ]  # which may be another's
 
-    def starved_room(self: Scheduler, sequence: Sequence, count: int) -> int:
+    def starved_room(self: Scheduler, sequence: Sequence, count: int, num_kept: int) -> int:
         return (
-            0 if control.starves else make_room(self, sequence, count)
+            0 if control.starves else make_room(self, sequence, count, num_kept)
         )  # a draft takes no block that `grow` is to miss
 
     WatchedExecutor.launch = held_launch  # type: ignore[method-assign]

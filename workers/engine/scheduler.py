@@ -158,7 +158,7 @@ class Scheduler:
             for sequence in decodes
             if sequence.state is State.RUNNING and not self._is_stalled(sequence)
         ]
-        drafts = self._draft(decodes, has_prompts=bool(prompts or self._requests.waiting))
+        drafts = self._draft(decodes, prompts)
         steps = [
             self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ()))
             for sequence in decodes
@@ -449,19 +449,23 @@ class Scheduler:
             self._guess(sequence, self._draft_end(sequence) - sequence.num_tokens - 1)
         )
 
-    def _draft(self, decodes: Items[Sequence], *, has_prompts: bool) -> dict[int, tuple[int, ...]]:
+    def _draft(
+        self, decodes: Items[Sequence], prompts: Items[Sequence]
+    ) -> dict[int, tuple[int, ...]]:
         """Returns drafts for `decodes` by sequence id, and gives the sequences blocks for them.
 
-        The room is `max_step_tokens` tokens and the available blocks. With `has_prompts`, a row of
-        the step is left for the end of a prompt. Preempts no sequence.
+        The room is `max_step_tokens` tokens and the available blocks and slots. Running and waiting
+        prompts keep a row of the step, for the end of one, and their slots. Preempts no sequence.
         """
         if self._speculative is None:
             return {}
+        has_prompts = bool(prompts or self._requests.waiting)
         num_sampled = sum(sequence.num_samples for sequence in decodes)
         room = min(
             self._speculative.max_step_tokens - len(decodes),
             self._config.budgets.max_step_rows - num_sampled - has_prompts,
         )
+        num_kept = self._num_prompt_states(prompts) if self._has_states else 0
         drafts: dict[int, tuple[int, ...]] = {}
         requests = []
         for sequence in decodes:
@@ -470,7 +474,7 @@ class Scheduler:
             guess = self._guess(
                 sequence, min(room, self._draft_end(sequence) - sequence.num_tokens)
             )
-            count = self._make_room(sequence, len(guess))
+            count = self._make_room(sequence, len(guess), num_kept)
             room -= count
             if self._speculative.model is None:
                 drafts[sequence.spec.id] = guess[:count]
@@ -490,11 +494,35 @@ class Scheduler:
         longest = self._config.draft_context_tokens
         return sequence.max_length if longest is None else min(sequence.max_length, longest)
 
-    def _make_room(self, sequence: Sequence, count: int) -> int:
-        """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit."""
+    def _num_prompt_states(self, prompts: Items[Sequence]) -> int:
+        """Returns the number of slots of states that drafts leave to prompts.
+
+        Without them, the running `prompts` would be preempted and the head of the queue would wait.
+        A head that must wait for the end of another sequence needs no slots yet.
+        """
+        requests = self._requests
+        count = sum(not prompt.slots.free for prompt in prompts)
+        if not requests.waiting:
+            return count
+        head = requests.waiting[0]
+        num_head = self.num_states(head.spec)
+        num_held = NUM_STATES * requests.num_holding
+        if (
+            requests.num_holding + head.num_branches > self.budgets.max_sequences
+            or num_held + num_head > self._config.num_states
+        ):
+            return count
+        return count + num_head + 1  # one for a cached state from which the head continues
+
+    def _make_room(self, sequence: Sequence, count: int, num_kept: int) -> int:
+        """Gives a sequence blocks for up to `count` draft tokens; returns the number that fit.
+
+        Leaves `num_kept` slots of states to other sequences.
+        """
         start = sequence.num_tokens
         if self._config.num_states:
-            count = min(count, self._requests.states.prepare(sequence, count + 1) - 1)
+            num_slots = self._requests.states.prepare(sequence, count + 1, num_kept)
+            count = min(count, num_slots - 1)
         return min(self._requests.extend(sequence, start + count) - start, count)
 
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:

@@ -64,10 +64,14 @@ class SequenceStates:
         sequence.slots.current = slot
         return slot
 
-    def prepare(self, sequence: Sequence, count: int = 1) -> int:
-        """Reserves up to `count` slots for a sequence's next step; returns the number it has."""
+    def prepare(self, sequence: Sequence, count: int = 1, num_kept: int = 0) -> int:
+        """Reserves up to `count` slots for a sequence's next step; returns the number it has.
+
+        Leaves `num_kept` slots available to other sequences.
+        """
         free = sequence.slots.free
-        free += self.pool.reserve(min(max(count - len(free), 0), self.pool.num_available))
+        num_available = max(self.pool.num_available - num_kept, 0)
+        free += self.pool.reserve(min(max(count - len(free), 0), num_available))
         return len(free)
 
     def plan(self, sequence: Sequence, count: int, num_draft: int) -> StatePlan:
@@ -138,9 +142,20 @@ class SequenceStates:
         """
         for sequence, slot in self._read:
             self.pool.release([slot])
-            if sequence.state is State.RUNNING and not sequence.slots.free:
-                self.prepare(sequence)
+            if sequence.state is State.RUNNING:
+                self._refill(sequence)
         self._read.clear()
+
+    def _refill(self, sequence: Sequence) -> None:
+        """Gives a sequence the slots that its branches need beside the current one.
+
+        Returns further ones to the pool: those of a draft that was not made, and those of choices
+        that ended before the fork.
+        """
+        count = NUM_STATES * sequence.num_branches - 1
+        self.prepare(sequence, count)
+        self.pool.unreserve(sequence.slots.free[count:])
+        del sequence.slots.free[count:]
 
     def publish(self, sequence: Sequence) -> None:
         """Publishes the states of resume points that are computed now."""
@@ -170,7 +185,7 @@ class SequenceStates:
                 self.pool.release([slot])
         slots.draft = []
         self.publish(sequence)
-        self.prepare(sequence)
+        self._refill(sequence)
 
     def import_again(self, sequence: Sequence) -> None:
         """Makes the slot to which an import has written the current one."""

@@ -21,15 +21,16 @@ from tandem.tests.workers.engine.drive import (
 from tandem.tests.workers.engine.harness import Worker, engine_config
 from tandem.tests.workers.engine.null import NullExecutor
 from tandem.tests.workers.engine.pair import Pair, Request
+from tandem.tests.workers.engine.test_drafts import Scripted, right
 from tandem.tests.workers.engine.test_windows import run_null
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.block_table import SequenceTable
 from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Admitted, Suspended
+from tandem.workers.engine.events import Admitted, Preempted, Suspended
 from tandem.workers.engine.plan import StatePlan
 from tandem.workers.engine.request_table import RequestTable
-from tandem.workers.engine.sequence import Sequence, Task
+from tandem.workers.engine.sequence import BeamSearch, Sequence, Task
 from tandem.workers.engine.states import SequenceStates
 from tandem.workers.kv_cache.tables import TableSpec
 
@@ -46,6 +47,9 @@ CONFIG = engine_config(
 OVERLAP = replace(CONFIG, overlap=True)
 DRAFTS = replace(
     CONFIG, budgets=replace(CONFIG.budgets, speculative=SpeculativeConfig(max_step_tokens=12))
+)
+UNDRAFTED = replace(
+    CONFIG, budgets=replace(CONFIG.budgets, speculative=SpeculativeConfig(model="never drafts"))
 )
 
 Serve = Callable[[EngineConfig], None]
@@ -67,19 +71,100 @@ def test_the_unbroken_build_passes(config: EngineConfig) -> None:
     serve(config)
 
 
-def test_a_running_sequence_has_two_slots_and_never_writes_in_place() -> None:
-    target = Worker(CONFIG)
+def count_held(worker: Worker) -> int:
+    """The slots that sequences own or have reserved."""
+    states = worker.engine.requests.states.pool
+    return states.count(BlockState.OWNED) + states.count(BlockState.RESERVED)
+
+
+@pytest.mark.parametrize("config", [CONFIG, UNDRAFTED])
+def test_a_running_sequence_has_two_slots_and_never_writes_in_place(config: EngineConfig) -> None:
+    target = Worker(config)
     target.submit(spec(1, PROMPT, max_tokens=12))
-    states = target.engine.requests.states.pool
+    target.sequences[1].drafter = None
     num_held: list[int] = []
     while target.engine.has_work:
         target.step()
-        num_held.append(states.count(BlockState.OWNED) + states.count(BlockState.RESERVED))
+        num_held.append(count_held(target))
     assert set(num_held) == {2, 0}, "0 after its end"
     for plan in target.executor.plans:
         for step in plan.sequences:
             assert step.state is not None
             assert step.state.source not in [slot for _, slot in step.state.targets]
+    target.check_idle()
+
+
+@pytest.mark.parametrize("beam", [None, BeamSearch(num_best=1)])
+def test_a_prompt_keeps_the_slots_of_its_branches_until_the_fork(beam: BeamSearch | None) -> None:
+    target = Worker(CONFIG)
+    target.submit(spec(1, PROMPT, num_choices=3, beam=beam))
+    prompt = target.sequences[1]
+    num_held: list[int] = []
+    while prompt.num_branches > 1:
+        target.step()
+        num_held.append(count_held(target))
+    assert num_held == [6] * 4, "two for each branch, after each chunk"
+    run(target)
+    target.check_idle()
+
+
+def test_slots_of_choices_that_end_before_the_fork_go_back() -> None:
+    target = Worker(CONFIG)
+    target.submit(spec(1, PROMPT, num_choices=3))
+    prompt = target.sequences[1]
+    target.step()
+    for choice in (1, 2):
+        target.engine.cancel_choice(1, choice)
+    while prompt.num_branches > 1:
+        target.step()
+    target.step()
+    assert count_held(target) == 2
+    run(target)
+    target.check_idle()
+
+
+def drafting_worker(*, overlap: bool, **budgets: Any) -> Worker:
+    """A worker whose sequence 1 drafts as many tokens as it gets slots for."""
+    speculative = SpeculativeConfig(max_step_tokens=64)
+    target = Worker(
+        replace(
+            CONFIG,
+            num_blocks=400,
+            num_states=8,
+            overlap=overlap,
+            budgets=replace(CONFIG.budgets, speculative=speculative, **budgets),
+        )
+    )
+    target.submit(spec(1, PROMPT[1:9], max_tokens=200))
+    target.sequences[1].drafter = Scripted(right(9))
+    plans = target.executor.plans
+    while not (plans and any(step.num_draft for step in plans[-1].sequences)):
+        target.step()
+    assert [step.num_draft for step in plans[-1].sequences] == [6], "it holds all 8 slots"
+    return target
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_leave_slots_to_the_next_request(overlap: bool) -> None:
+    target = drafting_worker(overlap=overlap)
+    target.submit(spec(2, (7, 8, 9), max_tokens=1))
+    events = [event for _ in range(5) for event in target.step()]
+    assert tokens_of(events, 2) == expected((7, 8, 9), 1)
+    (plan,) = [each for each in target.executor.plans if len(each.sequences) > 1]
+    assert [step.num_draft for step in plan.sequences] == [3, 0], "the draft is shorter"
+    target.engine.cancel(1)
+    run(target)
+    target.check_idle()
+
+
+def test_drafts_preempt_no_prompt_whose_slot_became_a_resume_point() -> None:
+    target = drafting_worker(overlap=True, chunk_tokens=4, mixed_chunk_tokens=4)
+    target.submit(spec(2, PROMPT, max_tokens=1))
+    events = [event for _ in range(20) for event in target.step()]
+    assert not any(isinstance(event, Preempted) for event in events)
+    assert tokens_of(events, 2) == expected(PROMPT, 1)
+    target.engine.cancel(1)
+    run(target)
     target.check_idle()
 
 
