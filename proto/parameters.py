@@ -198,8 +198,9 @@ PARAMETERS: Final = (
     RequestParameter(
         "stopping.max_tokens",
         "int32",
-        "Maximum of generated tokens; 0 only with echo or prompt_logprobs. Unset: up to the end of "
-        "the context for chats, 16 for other prompts.",
+        "Maximum of generated tokens; 0 only with echo, prompt_logprobs, cache_breakpoints or "
+        "prompt_cache_retention. Unset: up to the end of the context for chats, 16 for other "
+        "prompts.",
         bounds=(0, limits.MAX_TOKENS),
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
