@@ -285,6 +285,28 @@ async def test_streamed_tool_calls(service: Service, client: openai.AsyncOpenAI)
     assert len({call.id for call in final.message.tool_calls}) == 2
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 200])
+@pytest.mark.parametrize("is_single", [False, True])
+async def test_the_package_reports_the_last_streamed_call_as_done(
+    service: Service, client: openai.AsyncOpenAI, tokens_per_delta: int, is_single: bool
+) -> None:
+    """It does so at a finish reason that comes in a chunk after the call."""
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    service.source.tokens_per_delta = tokens_per_delta
+    async with client.chat.completions.stream(
+        model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=not is_single
+    ) as stream:
+        events: list[Any] = [event async for event in stream]
+    done = [each for each in events if each.type == "tool_calls.function.arguments.done"]
+    assert [each.name for each in done] == ["weather"]
+    last = [each.chunk.choices[0] for each in events if each.type == "chunk"][-1]
+    assert (last.finish_reason, last.delta.content, last.delta.tool_calls) == (
+        "tool_calls",
+        None,
+        None,
+    )
+
+
 async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.answer = [*CALL.encode(), EOS_ID]
     choices: list[tuple[Any, bool, bool]] = [
