@@ -512,10 +512,16 @@ def check_value(
         check_length(value, row.max_characters, field)
 
 
-def check_count(count: int, most: int, noun: str, field: str) -> None:
-    """Raises InvalidArgument if there are more than `most` items; `noun` names them."""
+def check_count(
+    count: int,
+    most: int,
+    noun: str,
+    field: str,
+    error: type[InvalidArgument] = InvalidArgument,
+) -> None:
+    """Raises `error` if there are more than `most` items; `noun` names them."""
     if count > most:
-        raise InvalidArgument(f"has {count} {noun}; the maximum is {most}", field)
+        raise error(f"has {count} {noun}; the maximum is {most}", field)
 
 
 def check_length(text: str, most: int, field: str) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from typing_extensions import override
 
 from ....proto import inference_pb2, limits
-from ....proto.errors import ContextExceeded, InvalidArgument, TandemError
+from ....proto.errors import ContextExceeded, InvalidArgument, PromptTooLong, TandemError
 from ...frontend.fair_threads import WRITING
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
@@ -355,7 +355,7 @@ def error_text(error: TandemError, name: Callable[[str], str]) -> tuple[str, str
 
 def error_code(error: TandemError) -> str:
     """Returns OpenAI's code of an error, or else the name of its gRPC status."""
-    if isinstance(error, ContextExceeded):
+    if isinstance(error, PromptTooLong):
         return "context_length_exceeded"
     return error.code.lower()
 

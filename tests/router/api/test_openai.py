@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterable, Awaitable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
@@ -12,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from tandem.proto import errors
+from tandem.proto import errors, limits
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
@@ -678,6 +680,24 @@ async def test_a_prompt_that_does_not_fit_is_known_by_its_code(
             "param": param,
             "code": "context_length_exceeded",
         }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
+async def test_a_prompt_of_too_many_characters_is_known_by_the_same_code(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    long = "x" * (limits.MAX_PROMPT_CHARACTERS + 1)
+    fields: dict[str, tuple[str, object]] = {
+        "/v1/completions": ("prompt", long),
+        "/v1/chat/completions": ("messages", [{"role": "user", "content": long}]),
+        "/v1/embeddings": ("input", long),
+    }
+    name, value = fields[path]
+    answer = await http.post(path, json={"model": "tiny", name: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+    assert error["message"] == f"{name}: has 1000001 characters; the maximum is 1000000"
 
 
 async def test_special_tokens_of_a_prompt_are_echoed(client: openai.AsyncOpenAI) -> None:
