@@ -658,6 +658,12 @@ async def test_max_tokens_of_a_chat_become_what_the_prompt_leaves(
     assert caught.value.code == "context_length_exceeded"
 
 
+async def read(answer: Awaitable[AsyncIterable[object]]) -> None:
+    """Reads a stream to its end."""
+    async for _ in await answer:
+        pass
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_that_does_not_fit_is_known_by_its_code(
     client: openai.AsyncOpenAI, stream: bool
@@ -671,10 +677,14 @@ async def test_a_prompt_that_does_not_fit_is_known_by_its_code(
         ("input", num_prompt, client.responses.create, {"input": "x" * 600}),
     ]
     for param, count, create, fields in creators:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await create(model="tiny", stream=stream, **fields)
+        is_event = stream and param == "input"
+        with pytest.raises(openai.APIError) as caught:
+            await read(create(model="tiny", stream=stream, **fields))
+        assert isinstance(caught.value, openai.BadRequestError) == (not is_event)
         assert caught.value.body == {
-            "message": "This model's maximum context length is 512 tokens. However, the request "
+            "message": "The input exceeds the context window. "
+            * is_event
+            + "This model's maximum context length is 512 tokens. However, the request "
             f"needs {count} tokens for {param} and 1 to generate; shorten the prompt",
             "type": "invalid_request_error",
             "param": param,
