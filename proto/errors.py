@@ -1,19 +1,20 @@
 """Defines the errors that clients of Tandem receive, as one tree.
 
     TandemError
-    ├── InvalidArgument      INVALID_ARGUMENT     400   a field is wrong; `field` names it
-    │   ├── ContextExceeded  INVALID_ARGUMENT     400   the prompt does not fit the context
-    │   └── UnknownEncoding  INVALID_ARGUMENT     415   the body's compression is not supported
-    ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
-    ├── NotFound             NOT_FOUND            404   unknown model
-    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue or KV budget
-    │   └── KeyLimitReached  RESOURCE_EXHAUSTED   429   a limit of a key
-    ├── Unavailable          UNAVAILABLE          503   no healthy worker, or draining
-    ├── DeadlineExceeded     DEADLINE_EXCEEDED    504
-    ├── Cancelled            CANCELLED            499
-    ├── Unauthenticated      UNAUTHENTICATED      401
-    ├── PermissionDenied     PERMISSION_DENIED    403
-    └── InternalError        INTERNAL             500   the service is at fault
+    ├── InvalidArgument          INVALID_ARGUMENT     400   a field is wrong; `field` names it
+    │   ├── PromptTooLong        INVALID_ARGUMENT     400   the prompt exceeds a bound
+    │   │   └── ContextExceeded  INVALID_ARGUMENT     400   it does not fit the context
+    │   └── UnknownEncoding      INVALID_ARGUMENT     415   the body's compression is not supported
+    ├── TooLarge                 RESOURCE_EXHAUSTED   413   the message itself is too large
+    ├── NotFound                 NOT_FOUND            404   unknown model
+    ├── Overloaded               RESOURCE_EXHAUSTED   429   queue or KV budget
+    │   └── KeyLimitReached      RESOURCE_EXHAUSTED   429   a limit of a key
+    ├── Unavailable              UNAVAILABLE          503   no healthy worker, or draining
+    ├── DeadlineExceeded         DEADLINE_EXCEEDED    504
+    ├── Cancelled                CANCELLED            499
+    ├── Unauthenticated          UNAUTHENTICATED      401
+    ├── PermissionDenied         PERMISSION_DENIED    403
+    └── InternalError            INTERNAL             500   the service is at fault
 
 The text of an error never has a traceback, a path or an address of the service. Overloaded and
 Unavailable have `retry_after` in seconds: servers send it, and the clients of router/client retry
@@ -55,12 +56,18 @@ class InvalidArgument(TandemError, code="INVALID_ARGUMENT", http_status=400):
         self.field = field
 
 
-class ContextExceeded(InvalidArgument, code="INVALID_ARGUMENT", http_status=400):
+class PromptTooLong(InvalidArgument, code="INVALID_ARGUMENT", http_status=400):
+    """Reports a prompt that is longer than the service accepts.
+
+    The HTTP APIs report it with words and a code of their own, by which clients recognise it.
+    """
+
+
+class ContextExceeded(PromptTooLong, code="INVALID_ARGUMENT", http_status=400):
     """Reports a prompt that does not fit the context together with the tokens to generate.
 
     If nothing is to be generated, `num_generated` is 0. Such a prompt may have one token less than
-    the context, because workers reserve a place for one token. The HTTP APIs report the error with
-    words and a code of their own, by which clients recognise it.
+    the context, because workers reserve a place for one token.
     """
 
     def __init__(self, num_prompt: int, num_generated: int, context: int, field: str) -> None:

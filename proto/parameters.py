@@ -198,8 +198,9 @@ PARAMETERS: Final = (
     RequestParameter(
         "stopping.max_tokens",
         "int32",
-        "Maximum of generated tokens; 0 only with echo or prompt_logprobs. Unset: up to the end of "
-        "the context for chats, 16 for other prompts.",
+        "Maximum of generated tokens; 0 only with echo, prompt_logprobs, cache_breakpoints or "
+        "prompt_cache_retention. Unset: up to the end of the context for chats, 16 for other "
+        "prompts.",
         bounds=(0, limits.MAX_TOKENS),
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
@@ -511,10 +512,16 @@ def check_value(
         check_length(value, row.max_characters, field)
 
 
-def check_count(count: int, most: int, noun: str, field: str) -> None:
-    """Raises InvalidArgument if there are more than `most` items; `noun` names them."""
+def check_count(
+    count: int,
+    most: int,
+    noun: str,
+    field: str,
+    error: type[InvalidArgument] = InvalidArgument,
+) -> None:
+    """Raises `error` if there are more than `most` items; `noun` names them."""
     if count > most:
-        raise InvalidArgument(f"has {count} {noun}; the maximum is {most}", field)
+        raise error(f"has {count} {noun}; the maximum is {most}", field)
 
 
 def check_length(text: str, most: int, field: str) -> None:

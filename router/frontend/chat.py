@@ -12,8 +12,9 @@ from typing import Any, Final
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ...proto import inference_pb2, limits
-from ...proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument, PromptTooLong
 from ...proto.parameters import check_count, check_length
+from ..turns import droppable_parts, without
 from .messages.calls import REASONING_NAMES
 
 _PATH: Final = "prompt.chat"
@@ -42,10 +43,13 @@ _RESERVED: Final = _TEMPLATE_NAMES | _ARGUMENT_NAMES | DEFAULT_NAMESPACE.keys()
 """Names that a client's variables must not have."""
 
 
-def check_chat(chat: inference_pb2.Chat, text_model_of: str = "") -> None:
+def check_chat(
+    chat: inference_pb2.Chat, text_model_of: str = "", *, drops_turns: bool = False
+) -> None:
     """Checks every bound of a chat.
 
-    `text_model_of`: see `ServedModel`. Raises InvalidArgument, which names the field by its path
+    `text_model_of`: see `ServedModel`. `drops_turns`: only what must stay of the chat has to be
+    short enough. Raises InvalidArgument, which names the field by its path
     (`prompt.chat.tools[0].name`).
     """
     if not 1 <= len(chat.messages) <= limits.MAX_CHAT_MESSAGES:
@@ -61,7 +65,21 @@ def check_chat(chat: inference_pb2.Chat, text_model_of: str = "") -> None:
     template_kwargs(chat)
     if chat.continue_final_message:
         _check_continuation(chat)
-    check_count(_num_characters(chat), limits.MAX_PROMPT_CHARACTERS, "characters", _PATH)
+    kept = without(chat, droppable_parts(chat)) if drops_turns else chat
+    num_characters = _num_characters(kept)
+    check_count(num_characters, limits.MAX_PROMPT_CHARACTERS, "characters", _PATH, PromptTooLong)
+
+
+def within_characters(chat: inference_pb2.Chat) -> inference_pb2.Chat:
+    """Returns a chat, checked with `drops_turns`, of at most MAX_PROMPT_CHARACTERS.
+
+    It lacks the oldest parts that may be dropped, as few as suffice.
+    """
+    excess = _num_characters(chat) - limits.MAX_PROMPT_CHARACTERS
+    parts = droppable_parts(chat)
+    sizes = (sum(_message_characters(chat.messages[i]) for i in part) for part in parts)
+    dropped = enumerate(accumulate(sizes, initial=0))
+    return without(chat, parts[: next(count for count, size in dropped if size >= excess)])
 
 
 def active_tools(chat: inference_pb2.Chat) -> list[inference_pb2.Tool]:
@@ -279,14 +297,10 @@ def _is_too_deep(text: str) -> bool:
 
 def _num_characters(chat: inference_pb2.Chat) -> int:
     """Counts the characters of all text that may go into the prompt."""
-    contents = sum(
-        len(message.content) + len(message.reasoning) + len(message.tool_call_id)
-        for message in chat.messages
-    )
-    calls = sum(
-        len(call.id) + len(call.arguments)
-        for message in chat.messages
-        for call in message.tool_calls
-    )
     tools = sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
-    return contents + calls + tools
+    return sum(map(_message_characters, chat.messages)) + tools
+
+
+def _message_characters(message: inference_pb2.ChatMessage) -> int:
+    calls = sum(len(call.id) + len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning) + len(message.tool_call_id) + calls

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from ...proto import inference_pb2, limits, worker_pb2
-from ...proto.errors import ContextExceeded, InvalidArgument
+from ...proto.errors import ContextExceeded, InvalidArgument, PromptTooLong
 from ...proto.hashing import hash_tenant
 from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
@@ -28,7 +28,7 @@ from ..stopping.rules import stop_rules
 from ..telemetry.trace import TraceContext
 from ..turns import droppable_parts, without
 from ..watermark.rules import WatermarkRules, choose_watermark
-from .chat import check_chat, must_call
+from .chat import check_chat, must_call, within_characters
 from .constraint import GrammarValidator, either
 from .fair_threads import CHECKING, COMPILING
 from .prepared import PreparedRequest, begin_of, resumed
@@ -109,7 +109,7 @@ async def prepare(
         model.pooling.check()
     slo = find_slo(model.slo, request.service_tier)
     fairness_id = context.caller.fairness_id
-    await check_prompt(request.prompt, model, fairness_id)
+    await check_prompt(request.prompt, model, fairness_id, drops_turns=request.truncation == "auto")
     admit()
     policy = resume_policy or ResumePolicy()
     began = policy.milliseconds_at(context.arrived)
@@ -194,28 +194,34 @@ def _model_digest(model: ServedModel, submit: worker_pb2.Submit) -> str:
 
 
 async def check_prompt(
-    prompt: inference_pb2.Prompt, model: ServedModel, fairness_id: str = ""
+    prompt: inference_pb2.Prompt,
+    model: ServedModel,
+    fairness_id: str = "",
+    *,
+    drops_turns: bool = False,
 ) -> None:
     """Checks the bounds that need no encoding; a long prompt waits for a thread, see FairThreads.
 
-    Raises InvalidArgument, and Overloaded if too many prompts wait.
+    `drops_turns`: see `check_chat`. Raises InvalidArgument, and Overloaded if too many prompts
+    wait.
     """
-    await CHECKING.run(fairness_id, prompt.ByteSize(), _check_prompt, prompt, model)
+    await CHECKING.run(fairness_id, prompt.ByteSize(), _check_prompt, prompt, model, drops_turns)
 
 
-def _check_prompt(prompt: inference_pb2.Prompt, model: ServedModel) -> None:
+def _check_prompt(prompt: inference_pb2.Prompt, model: ServedModel, drops_turns: bool) -> None:
     if prompt.suffix and not prompt.HasField("text"):
         raise InvalidArgument("only allowed with a prompt of text", "prompt.suffix")
     match prompt.WhichOneof("kind"):
         case "text":
             num_characters = len(prompt.text) + len(prompt.suffix)
-            check_count(num_characters, limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
+            most = limits.MAX_PROMPT_CHARACTERS
+            check_count(num_characters, most, "characters", "prompt.text", PromptTooLong)
         case "token_ids":
-            check_count(len(prompt.token_ids.ids), limits.MAX_TOKENS, "ids", "prompt.token_ids")
-            vocab_size = model.tokenizer.vocab_size
-            check_token_ids(prompt.token_ids.ids, vocab_size, "prompt.token_ids")
+            ids = prompt.token_ids.ids
+            check_count(len(ids), limits.MAX_TOKENS, "ids", "prompt.token_ids", PromptTooLong)
+            check_token_ids(ids, model.tokenizer.vocab_size, "prompt.token_ids")
         case "chat":
-            check_chat(prompt.chat, model.text_model_of)
+            check_chat(prompt.chat, model.text_model_of, drops_turns=drops_turns)
         case _:
             raise InvalidArgument("one of text, token_ids and chat must be set", "prompt")
 
@@ -261,14 +267,19 @@ async def _encode_fitting(
     """Returns the ids of the checked prompt, and its chat without the turns that do not fit.
 
     If `truncation` is auto, drops the oldest turns: the fewest with which the prompt fits, or all
-    that may be dropped if it never fits. The caller is charged for the whole chat. Raises as
-    `encode_prompt`.
+    that may be dropped if it never fits. The caller is charged for all turns within
+    MAX_PROMPT_CHARACTERS. Raises as `encode_prompt`.
     """
     caller = context.caller
-    ids = await encode_prompt(request.prompt, model.tokenizer, caller, now=now)
-    chat = request.prompt.chat if request.prompt.HasField("chat") else None
+    prompt = request.prompt
+    chat = prompt.chat if prompt.HasField("chat") else None
     if chat is None or request.truncation != "auto":
-        return ids, chat
+        return await encode_prompt(prompt, model.tokenizer, caller, now=now), chat
+    # Only then it may have too many characters: each has at least a byte.
+    if (size := prompt.ByteSize()) > limits.MAX_PROMPT_CHARACTERS:
+        chat = await CHECKING.run(caller.fairness_id, size, within_characters, chat)
+        prompt = inference_pb2.Prompt(chat=chat)
+    ids = await encode_prompt(prompt, model.tokenizer, caller, now=now)
     room = model.context_tokens - _reserved(request, model, reduces=context.reduces_max_tokens)
     if len(ids) <= room:
         return ids, chat

@@ -22,7 +22,7 @@ from typing import Any, Final
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from ...proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument, PromptTooLong
 from ...proto.limits import MAX_TOKENS
 
 _PIECE_CHARACTERS: Final = 8_192
@@ -41,7 +41,7 @@ _FIELD: Final = "prompt.chat"
 
 
 def encode_text(backend: Backend, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Returns the token ids of a text. Raises InvalidArgument if they are too many for a prompt.
+    """Returns the token ids of a text. Raises PromptTooLong if they are too many for a prompt.
 
     Other threads run meanwhile: `encode_batch_fast` releases the interpreter's lock, `encode` does
     not.
@@ -51,9 +51,9 @@ def encode_text(backend: Backend, text: str, *, add_special_tokens: bool) -> lis
 
 
 def _ids_of(encoding: Encoding) -> list[int]:
-    """Returns the token ids. Raises InvalidArgument, before it makes a list of millions of ids."""
+    """Returns the token ids. Raises PromptTooLong, before it makes a list of millions of ids."""
     if len(encoding) > MAX_TOKENS:
-        raise InvalidArgument(f"has {len(encoding)} tokens; the maximum is {MAX_TOKENS}", "prompt")
+        raise PromptTooLong(f"has {len(encoding)} tokens; the maximum is {MAX_TOKENS}", "prompt")
     ids: list[int] = encoding.ids
     return ids
 

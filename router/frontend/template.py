@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.errors import InvalidArgument, PromptTooLong, Unavailable
 from .child_process import ChildProcess
 
 TEMPLATE_OF_MODEL: Final = "the model's chat template "
@@ -18,6 +18,9 @@ TEMPLATE_OF_MODEL: Final = "the model's chat template "
 
 REFUSAL: Final = "refuses these messages: "
 """How a reason goes on that the template itself gives."""
+
+TOO_LONG: Final = "renders more than "
+"""How the reason begins if the text has too many characters."""
 
 NO_PROCESS: Final = "chat templates cannot be rendered now"
 
@@ -70,7 +73,7 @@ def render(
     except ChildProcessError:
         raise Unavailable(NO_PROCESS) from None
     if "text" not in reply:
-        raise InvalidArgument(
-            TEMPLATE_OF_MODEL + reply["reason"], reply.get("field", "prompt.chat")
-        )
+        reason = reply["reason"]
+        error = PromptTooLong if reason.startswith(TOO_LONG) else InvalidArgument
+        raise error(TEMPLATE_OF_MODEL + reason, reply.get("field", "prompt.chat"))
     return reply["text"]

@@ -29,7 +29,7 @@ from .messages.calls import (
     with_tools_in_system,
 )
 from .messages.turns import Message, arrange
-from .template import REFUSAL
+from .template import REFUSAL, TOO_LONG
 
 _MEMORY_BYTES: Final = 2**28  # of all renderings, beyond the memory of transformers
 _MAX_REASON: Final = 200
@@ -81,7 +81,7 @@ def _render(variables: Mapping[str, Any], max_characters: int, now: float) -> di
             fault = " ".join(str(error.message).split())[:_MAX_REASON]
             return {"reason": f"is not valid Jinja in line {error.lineno} ({fault})"}
         return {"reason": "refuses these messages"}
-    return {"reason": f"renders more than {max_characters} characters for these messages"}
+    return {"reason": f"{TOO_LONG}{max_characters} characters for these messages"}
 
 
 def _fitting(variables: Mapping[str, Any]) -> dict[str, Any]:

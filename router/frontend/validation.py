@@ -31,9 +31,13 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
     """
     check_request_id(request.request_id)
     max_tokens = ROWS["stopping.max_tokens"]
-    if request.stopping.HasField(max_tokens.leaf) and not (
-        request.echo or request.HasField("prompt_logprobs")
-    ):
+    needs_only_prompt = (
+        request.echo
+        or request.HasField("prompt_logprobs")
+        or request.cache_breakpoints
+        or request.prompt_cache_retention
+    )
+    if request.stopping.HasField(max_tokens.leaf) and not needs_only_prompt:
         check_value(max_tokens, request.stopping.max_tokens, max_tokens.field, minimum=1)
     parameters.check_request(request)
     check_token_ids(request.stopping.stop_token_ids, vocab_size, "stopping.stop_token_ids")

@@ -8,7 +8,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from ....proto import inference_pb2
-from ....proto.errors import ContextExceeded, TandemError
+from ....proto.errors import ContextExceeded, PromptTooLong, TandemError
 from ..openai.answers import RULES, error_response, error_text
 from ..openai.requests import AnyRequest
 from ..openai.writers import Answers, ItemWriter, TextKind, TokenIds, streaming_form
@@ -135,6 +135,8 @@ def anthropic_error(error: TandemError, name: Callable[[str], str]) -> dict[str,
     if isinstance(error, ContextExceeded):  # clients look for these words and numbers
         most = error.context - error.num_generated
         message = f"prompt is too long: {error.num_prompt} tokens > {most} maximum; shorten {param}"
+    elif isinstance(error, PromptTooLong):
+        message = f"prompt is too long: {message}"
     return anthropic_plain_error(error.http_status, message)
 
 

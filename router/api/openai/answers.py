@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from typing_extensions import override
 
 from ....proto import inference_pb2, limits
-from ....proto.errors import ContextExceeded, InvalidArgument, TandemError
+from ....proto.errors import ContextExceeded, InvalidArgument, PromptTooLong, TandemError
 from ...frontend.fair_threads import WRITING
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
@@ -19,6 +19,7 @@ from .requests import AnyRequest, OpenAIRequest
 from .writers import Answers, StreamWriter, TokenIds, streaming_form
 
 _DONE: Final = b"data: [DONE]\n\n"
+_UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 MAX_PROMPT_LOGPROBS: Final = 2**19
 """Bound on the log probabilities of all prompts in one response, which then has 40 MB.
@@ -33,7 +34,7 @@ _CHARACTERS_PER_LOGPROB: Final = 1_024
 """Number of characters of a text that are written in the time of one log probability."""
 
 _REASONS: Final[Mapping[int, str | None]] = {
-    inference_pb2.FINISH_REASON_UNSPECIFIED: None,
+    _UNFINISHED: None,
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
@@ -127,13 +128,32 @@ class ResponseWriter(StreamWriter):
         if not self._request.is_chat:
             return self._event(self._text_choice(prompt, message, members))
         index = self._index(prompt, message)
-        event = self._event(self._chat_choice(index, message, is_delta=True), members)
+        event = self._chat_events(index, message, members)
         if index in self._started:
             return event
         self._started.add(index)
         delta = {"role": "assistant", "content": ""}
         begin = {"index": index, "finish_reason": None, "delta": delta, "logprobs": None}
         return self._event(json.dumps(begin), self._prompt_id_member(prompt)) + event
+
+    def _chat_events(
+        self, index: int, message: inference_pb2.GenerateResponse, members: str = ""
+    ) -> bytes:
+        """Returns the chunk of a message; one with calls has its finish reason in a second chunk.
+
+        OpenAI's packages report the last call as done only in a chunk after its own.
+        """
+        if not message.tool_calls or message.finish_reason == _UNFINISHED:
+            return self._event(self._chat_choice(index, message, is_delta=True), members)
+        calls = inference_pb2.GenerateResponse()
+        calls.CopyFrom(message)
+        calls.finish_reason = _UNFINISHED
+        end = inference_pb2.GenerateResponse(
+            finish_reason=message.finish_reason, stop_string=message.stop_string
+        )
+        if message.HasField("stop_token_id"):
+            end.stop_token_id = message.stop_token_id
+        return self._chat_events(index, calls, members) + self._chat_events(index, end)
 
     def _render_full(self, answers: Answers) -> bytes:
         choices = []
@@ -182,7 +202,8 @@ class ResponseWriter(StreamWriter):
             content["tool_calls"] = calls
         if message.reasoning:
             content["reasoning_content"] = message.reasoning
-        if is_delta and (message.text or not content):
+        is_empty = not content and message.finish_reason == _UNFINISHED
+        if is_delta and (message.text or is_empty):
             content["content"] = message.text
         choice = {"index": index} | self._finish(message)
         choice["delta" if is_delta else "message"] = content
@@ -334,7 +355,7 @@ def error_text(error: TandemError, name: Callable[[str], str]) -> tuple[str, str
 
 def error_code(error: TandemError) -> str:
     """Returns OpenAI's code of an error, or else the name of its gRPC status."""
-    if isinstance(error, ContextExceeded):
+    if isinstance(error, PromptTooLong):
         return "context_length_exceeded"
     return error.code.lower()
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from ....proto import inference_pb2, limits
-from ....proto.errors import InvalidArgument
+from ....proto.errors import InvalidArgument, PromptTooLong
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
 from ...frontend.prepare import ServedModel
@@ -144,7 +144,8 @@ async def make_score_request(
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all pairs", "text_1")
     for field, texts in (("text_1", firsts), ("text_2", seconds)):
         for i, text in enumerate(texts):
-            check_count(len(text), limits.MAX_PROMPT_CHARACTERS, "characters", f"{field}[{i}]")
+            most = limits.MAX_PROMPT_CHARACTERS
+            check_count(len(text), most, "characters", f"{field}[{i}]", PromptTooLong)
     caller.quota.check_tokens()
     before = await tokenizer.encode_all(firsts, fairness_id=caller.fairness_id)
     caller.quota.take_tokens(sum(map(len, before)))

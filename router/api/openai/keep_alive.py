@@ -37,6 +37,8 @@ class EventSender:
 
     async def end(self, event: bytes) -> None:
         """Ends the response with a last event, which may be empty."""
+        if not self.has_started:
+            await self._start()
         await self._send({"type": "http.response.body", "body": event})
 
     @asynccontextmanager

@@ -41,9 +41,9 @@ _T = TypeVar("_T")
 class GenerationResponse(Response):
     """Responds to one request: with server-sent events, or with a body in full.
 
-    An error before the first event or keep-alive becomes a response with the error's status, a
-    later error the last event of the stream. There is no keep-alive before the request is accepted,
-    so an invalid request always gets its status.
+    An error before the first event or keep-alive becomes a response with the error's status, unless
+    it is one of the `streamed_errors` of `form`; these and later errors become the last events of
+    the stream. There is no keep-alive before the request is accepted.
     """
 
     media_type = "text/event-stream"
@@ -91,8 +91,7 @@ class GenerationResponse(Response):
         try:
             with tandem_errors_only():
                 accepted = await self._accept()
-                assert self._form.make_writer is not None
-                writer = self._form.make_writer(self._request, *self._described(accepted))
+                writer = self._make_writer(accepted)
                 signer = event_signer(accepted[0])
             self._writer = writer
             keep_alive = writer.keep_alive
@@ -105,12 +104,13 @@ class GenerationResponse(Response):
                 async for event in events:
                     await sender.send(event)
         except TandemError as error:
-            if not sender.has_started or self._writer is None:
+            if not sender.has_started and not isinstance(error, self._form.streamed_errors):
                 response = self._form.error_response(error, self._request.field)
                 await self._send_other(response, scope, receive, send)
                 return
             self._service.metrics.add(ERRORS, api="http", code=str(error.http_status))
-            last = self._writer.error_event(error, self._request.field)
+            writer = self._writer or self._make_writer(())
+            last = writer.error_event(error, self._request.field)
         await sender.end(last)
 
     async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,6 +177,10 @@ class GenerationResponse(Response):
     ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
         runs = zip(accepted, timelines, strict=True)
         return _interleave([partial(self._service.run, each, timeline) for each, timeline in runs])
+
+    def _make_writer(self, accepted: Sequence[PreparedRequest]) -> StreamWriter:
+        assert self._form.make_writer is not None
+        return self._form.make_writer(self._request, *self._described(accepted))
 
     def _described(self, accepted: Sequence[PreparedRequest]) -> tuple[str, TokenIds]:
         """Returns the model's name and the prompts, for a writer."""

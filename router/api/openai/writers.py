@@ -47,7 +47,7 @@ class StreamWriter(ABC):
 
     @abstractmethod
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
-        """Returns the last event of a stream that failed.
+        """Returns the last events of a stream that failed, possibly before its first event.
 
         `name` maps a field of GenerateRequest to the name in the body.
         """
@@ -137,12 +137,17 @@ class AnswerForm:
     render_full: Callable[[Any, str, TokenIds, Answers], Awaitable[bytes]]
     error_response: ErrorResponse
     make_writer: MakeWriter | None = None  # None: the API does not stream
+    streamed_errors: tuple[type[TandemError], ...] = ()  # events even as the first of a stream
 
 
-def streaming_form(make_writer: MakeWriter, error_response: ErrorResponse) -> AnswerForm:
+def streaming_form(
+    make_writer: MakeWriter,
+    error_response: ErrorResponse,
+    streamed_errors: tuple[type[TandemError], ...] = (),
+) -> AnswerForm:
     """Returns the form of an API whose writer makes streams and answers in full."""
 
     async def render_full(request: Any, model: str, prompts: TokenIds, answers: Answers) -> bytes:
         return await make_writer(request, model, prompts).render_full(answers)
 
-    return AnswerForm(render_full, error_response, make_writer)
+    return AnswerForm(render_full, error_response, make_writer, streamed_errors)

@@ -9,8 +9,8 @@ from typing import Any, Final
 from typing_extensions import override
 
 from ....proto import inference_pb2
-from ....proto.errors import TandemError
-from ..openai.answers import error_code, error_text, stop_reason
+from ....proto.errors import PromptTooLong, TandemError
+from ..openai.answers import error_code, error_text, plain_error, stop_reason
 from ..openai.writers import CUT, Answers, ItemWriter, TextKind, TokenIds
 from .items import encode_reasoning
 from .requests import ResponsesRequest
@@ -89,7 +89,22 @@ class ResponsesWriter(ItemWriter):
     @override
     def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
         text, param = error_text(error, name)
-        return self._event("error", code=error_code(error), message=text, param=param)
+        if isinstance(error, PromptTooLong):  # libraries look for these words in a stream
+            text = f"The input exceeds the context window. {text}"
+        code = error_code(error)
+        message = inference_pb2.GenerateResponse()
+        events = [] if self._has_started else list(self._start(message))
+        # OpenAI documents the flat fields, but its packages raise only for the nested ones.
+        nested = plain_error(error.http_status, text, param, code)
+        events.append(self._event("error", code=code, message=text, param=param, **nested))
+        response = self._head | {
+            "status": "failed",
+            "error": {"code": code, "message": text},
+            "output": self._output,
+            "store": False,
+        }
+        events.append(self._event("response.failed", response=response))
+        return b"".join(events)
 
     @override
     async def render_full(self, answers: Answers) -> bytes:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
+from ....proto.errors import InternalError, InvalidArgument, NotFound, PromptTooLong, Unavailable
 from ....proto.limits import MAX_MESSAGE_BYTES
 from ...frontend.fair_threads import PARSING
 from ...frontend.prepare import RequestContext
@@ -100,7 +100,8 @@ async def answer_responses(
         named = await PARSING.run(fairness_id, size, _named_items, parsed, request_id, earlier)
         items = earlier + named
         keep = Keeper(storage=service.storage, tenant=tenant, items=items).keep
-    form = streaming_form(partial(ResponsesWriter, keep=keep), error_response)
+    # Codex CLI shortens its conversation only after an event: a status of 400 ends the turn.
+    form = streaming_form(partial(ResponsesWriter, keep=keep), error_response, (PromptTooLong,))
     response = GenerationResponse(service, request, context, form)
     if request.left_out:
         response.headers[LEFT_OUT] = ", ".join(request.left_out)

@@ -29,5 +29,6 @@ def streamed_text(chunks: list[Any], index: int = 0) -> str:
         choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
     ]
     return "".join(
-        choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices
+        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        for choice in choices
     )

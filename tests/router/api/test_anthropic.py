@@ -10,7 +10,7 @@ import httpx
 import pytest
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase
 
-from tandem.proto import errors
+from tandem.proto import errors, limits
 from tandem.router.api.anthropic.bodies import MessagesBody
 from tandem.router.api.anthropic.requests import parse_messages
 from tandem.router.api.server.servers import ApiServers
@@ -390,6 +390,17 @@ async def test_a_prompt_that_does_not_fit_is_known_by_its_words(
             "message": f"prompt is too long: {num_prompt} tokens > 511 maximum; shorten messages",
         },
     }
+
+
+async def test_a_prompt_of_too_many_characters_has_the_same_words(
+    client: anthropic.AsyncAnthropic,
+) -> None:
+    long: Any = [{"role": "user", "content": "x" * (limits.MAX_PROMPT_CHARACTERS + 1)}]
+    words = "prompt is too long: messages: has 1000001 characters; the maximum is 1000000"
+    with pytest.raises(anthropic.BadRequestError, match=words):
+        await ask(client, messages=long)
+    with pytest.raises(anthropic.BadRequestError, match=words):
+        await client.messages.count_tokens(model="tiny", messages=long)
 
 
 async def test_a_key_in_its_own_header(model: ServedModel) -> None:

@@ -128,7 +128,7 @@ def test_the_interval_bounds_every_silence(gaps: list[float], seconds: float) ->
 
     run_simulated(run())
     bodies = [body for _, body in sent if body != b"keep"]
-    assert bodies == [b"head"] * bool(gaps) + [b"event"] * len(gaps) + [b"end"]
+    assert bodies == [b"head"] + [b"event"] * len(gaps) + [b"end"]
     times = [0.0, *(time for time, _ in sent)]
     for (time, body), before in zip(sent, times, strict=False):
         assert time - before <= seconds + 1e-6
@@ -224,7 +224,7 @@ async def test_no_keep_alives_while_tokens_flow(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_error_after_a_keep_alive_is_the_last_event(
+async def test_an_error_after_a_keep_alive_ends_the_stream(
     http: httpx.AsyncClient, source: FakeTokenSource, path: str
 ) -> None:
     """An answer in full sends no bytes meanwhile, so its error has its status."""
@@ -233,13 +233,21 @@ async def test_an_error_after_a_keep_alive_is_the_last_event(
     text = await read(http, path, source, error=errors.Overloaded("full"))
     assert (await full).status_code == 429
     last = text.removeprefix(keep_alive(path)).rpartition(keep_alive(path))[2]
-    data = json.loads(last.rpartition("data: ")[2])
+    data = [json.loads(each.partition("data: ")[2]) for each in last.strip().split("\n\n")]
+    error = data[-1]
     if path == RESPONSES:
-        assert last.startswith("event: error\n")
-        assert (data["type"], data["message"]) == ("error", "full")
+        kinds = ["response.created", "response.in_progress", "error", "response.failed"]
+        assert [each["type"] for each in data] == kinds
+        assert [each["sequence_number"] for each in data] == [0, 1, 2, 3]
+        error = data[2]
+        assert (error["message"], error["param"]) == ("full", None)
+        failed = data[3]["response"]
+        assert failed["error"] == {"code": error["code"], "message": "full"}
+        assert (failed["status"], failed["store"]) == ("failed", False)
     else:
+        assert len(data) == 1
         assert last.startswith("event: error\n") == (path == ANTHROPIC)
-        assert (data["error"]["type"], data["error"]["message"]) == ("rate_limit_error", "full")
+    assert (error["error"]["type"], error["error"]["message"]) == ("rate_limit_error", "full")
 
 
 async def test_an_invalid_request_has_its_status(http: httpx.AsyncClient) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterable, Awaitable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
@@ -12,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from tandem.proto import errors
+from tandem.proto import errors, limits
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
@@ -283,6 +285,28 @@ async def test_streamed_tool_calls(service: Service, client: openai.AsyncOpenAI)
     assert final.message.tool_calls is not None
     assert [call.function.name for call in final.message.tool_calls] == ["weather", "weather"]
     assert len({call.id for call in final.message.tool_calls}) == 2
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 200])
+@pytest.mark.parametrize("is_single", [False, True])
+async def test_the_package_reports_the_last_streamed_call_as_done(
+    service: Service, client: openai.AsyncOpenAI, tokens_per_delta: int, is_single: bool
+) -> None:
+    """It does so at a finish reason that comes in a chunk after the call."""
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    service.source.tokens_per_delta = tokens_per_delta
+    async with client.chat.completions.stream(
+        model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=not is_single
+    ) as stream:
+        events: list[Any] = [event async for event in stream]
+    done = [each for each in events if each.type == "tool_calls.function.arguments.done"]
+    assert [each.name for each in done] == ["weather"]
+    last = [each.chunk.choices[0] for each in events if each.type == "chunk"][-1]
+    assert (last.finish_reason, last.delta.content, last.delta.tool_calls) == (
+        "tool_calls",
+        None,
+        None,
+    )
 
 
 async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -634,6 +658,12 @@ async def test_max_tokens_of_a_chat_become_what_the_prompt_leaves(
     assert caught.value.code == "context_length_exceeded"
 
 
+async def read(answer: Awaitable[AsyncIterable[object]]) -> None:
+    """Reads a stream to its end."""
+    async for _ in await answer:
+        pass
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_that_does_not_fit_is_known_by_its_code(
     client: openai.AsyncOpenAI, stream: bool
@@ -647,15 +677,37 @@ async def test_a_prompt_that_does_not_fit_is_known_by_its_code(
         ("input", num_prompt, client.responses.create, {"input": "x" * 600}),
     ]
     for param, count, create, fields in creators:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await create(model="tiny", stream=stream, **fields)
+        is_event = stream and param == "input"
+        with pytest.raises(openai.APIError) as caught:
+            await read(create(model="tiny", stream=stream, **fields))
+        assert isinstance(caught.value, openai.BadRequestError) == (not is_event)
         assert caught.value.body == {
-            "message": "This model's maximum context length is 512 tokens. However, the request "
+            "message": "The input exceeds the context window. "
+            * is_event
+            + "This model's maximum context length is 512 tokens. However, the request "
             f"needs {count} tokens for {param} and 1 to generate; shorten the prompt",
             "type": "invalid_request_error",
             "param": param,
             "code": "context_length_exceeded",
         }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
+async def test_a_prompt_of_too_many_characters_is_known_by_the_same_code(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    long = "x" * (limits.MAX_PROMPT_CHARACTERS + 1)
+    fields: dict[str, tuple[str, object]] = {
+        "/v1/completions": ("prompt", long),
+        "/v1/chat/completions": ("messages", [{"role": "user", "content": long}]),
+        "/v1/embeddings": ("input", long),
+    }
+    name, value = fields[path]
+    answer = await http.post(path, json={"model": "tiny", name: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+    assert error["message"] == f"{name}: has 1000001 characters; the maximum is 1000000"
 
 
 async def test_special_tokens_of_a_prompt_are_echoed(client: openai.AsyncOpenAI) -> None:

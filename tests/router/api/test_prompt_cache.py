@@ -95,6 +95,30 @@ async def test_marks_of_calls_and_results_and_the_whole_prompt(
     assert retained(service) == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_kept_without_an_answer(service: Service, stream: bool) -> None:
+    """Clients of Anthropic fill the cache with max_tokens 0."""
+    service.source.answer = ANSWER
+    part = {"type": "text", "text": "hello?", "cache_control": HOUR}
+    hints: list[dict[str, Any]] = [
+        {"messages": ASK, "cache_control": HOUR},
+        {"messages": [{"role": "user", "content": [part]}]},
+    ]
+    url = f"http://{service.http}"
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="key", max_retries=0) as client:
+        for asked in hints:
+            if stream:
+                async with client.messages.stream(model="tiny", max_tokens=0, **asked) as events:
+                    made = await events.get_final_message()
+            else:
+                made = await client.messages.create(model="tiny", max_tokens=0, **asked)
+            assert (made.content, made.stop_reason) == ([], "max_tokens")
+            assert made.usage.output_tokens == 0
+            assert [seconds for _, seconds in retained(service)] == [3_600]
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+            await client.messages.create(model="tiny", max_tokens=0, messages=ASK)
+
+
 async def test_hints_of_openai(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.answer = ANSWER
     service.source.cached_tokens = 4

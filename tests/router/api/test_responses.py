@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -218,8 +219,29 @@ async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.error = errors.InternalError("broken")
     service.source.error_after = 2
     stream = await client.responses.create(model="tiny", input="hello?", stream=True)
-    events: list[Any] = [event async for event in stream]
-    assert (events[-1].type, events[-1].message, events[-1].code) == ("error", "broken", "internal")
+    with pytest.raises(openai.APIError, match="broken") as failed:
+        [event async for event in stream]
+    assert (failed.value.code, failed.value.type) == ("internal", "server_error")
+
+
+@pytest.mark.parametrize("num_characters", [600, limits.MAX_PROMPT_CHARACTERS + 1])
+async def test_a_stream_of_a_prompt_that_is_too_long_is_a_failed_response(
+    http: httpx.AsyncClient, num_characters: int
+) -> None:
+    """Codex CLI knows this error only by the event, and then shortens the conversation."""
+    asked = {"model": "tiny", "input": "x" * num_characters, "stream": True}
+    answer = await http.post("/v1/responses", json=asked)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(each.partition("data: ")[2]) for each in answer.text.split("\n\n")[:-1]]
+    kinds = ["response.created", "response.in_progress", "error", "response.failed"]
+    assert [event["type"] for event in events] == kinds
+    failed = events[-1]["response"]
+    assert (failed["id"], failed["status"]) == (events[0]["response"]["id"], "failed")
+    assert failed["error"]["code"] == events[2]["error"]["code"] == "context_length_exceeded"
+    assert failed["error"]["message"].startswith("The input exceeds the context window. ")
+    asked["stream"] = False
+    assert (await http.post("/v1/responses", json=asked)).status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,15 +3,19 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, limits
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, PromptTooLong
 from tandem.router.frontend.chat import (
     check_chat,
     json_object,
     template_variables,
     with_developer_as_system,
+    within_characters,
 )
+from tandem.router.turns import droppable_parts, without
 
 MODES = inference_pb2.ToolChoice
 WEATHER = {
@@ -200,6 +204,32 @@ def test_chats_past_the_bounds_are_refused_by_field(
         check_chat(bad)
     assert caught.value.field == ".".join(["prompt.chat", *([field] if field else [])])
     assert said in caught.value.message
+
+
+@given(
+    said=st.lists(
+        st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text("x", max_size=9)),
+        min_size=1,
+        max_size=12,
+    ),
+    most=st.integers(0, 60),
+)
+def test_the_fewest_and_oldest_turns_are_dropped_for_the_characters(
+    said: list[tuple[str, str]], most: int
+) -> None:
+    whole = chat(*said)
+    parts = droppable_parts(whole)
+    shorter = [without(whole, parts[:count]) for count in range(len(parts) + 1)]
+    sizes = [sum(len(message.content) for message in each.messages) for each in shorter]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "MAX_PROMPT_CHARACTERS", most)
+        if sizes[-1] > most:
+            with pytest.raises(PromptTooLong):
+                check_chat(whole, drops_turns=True)
+            return
+        check_chat(whole, drops_turns=True)
+        found = within_characters(whole)
+    assert found == next(each for each, size in zip(shorter, sizes, strict=True) if size <= most)
 
 
 def test_json_object_parses_objects_only() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2, limits, worker_pb2
-from tandem.proto.errors import ContextExceeded, InvalidArgument
+from tandem.proto.errors import ContextExceeded, InvalidArgument, PromptTooLong
 from tandem.proto.hashing import hash_tenant
 from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend import constraint
@@ -315,6 +315,39 @@ async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
     remedy = "shorten the prompt" if length >= 64 else f"ask for at most {64 - length}"
     assert error.message.endswith(f"; {error.remedy}")
     assert error.remedy == remedy
+
+
+def long_chat(last: str) -> dict[str, Any]:
+    """Returns a chat of two turns, of which the first has the most characters of a prompt."""
+    messages = [
+        {"role": "user", "content": "x" * (limits.MAX_PROMPT_CHARACTERS - 1)},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": last},
+    ]
+    return {"chat": {"messages": messages}}
+
+
+async def test_turns_with_too_many_characters_are_dropped_if_asked_for() -> None:
+    message = request(prompt=long_chat("last"), truncation="auto")
+    accepted = await prepare(message, MODEL, CONTEXT)
+    assert bytes(accepted.tokens.submit.token_ids) == b"[user] last\n[assistant] "
+    assert accepted.dropped_messages == 2
+    message.truncation = "disabled"
+    assert isinstance(await refused(message), PromptTooLong)
+
+
+async def test_characters_that_must_stay_are_bounded() -> None:
+    last = "z" * (limits.MAX_PROMPT_CHARACTERS + 1)
+    error = await refused(request(prompt=long_chat(last), truncation="auto"))
+    assert isinstance(error, PromptTooLong)
+    assert error.message == "prompt.chat: has 1000001 characters; the maximum is 1000000"
+
+
+async def test_a_prompt_that_the_template_makes_too_long_is_refused_as_such() -> None:
+    chat = {"messages": [{"role": "user", "content": "x" * limits.MAX_PROMPT_CHARACTERS}]}
+    error = await refused(request(prompt={"chat": chat}))
+    assert isinstance(error, PromptTooLong)
+    assert "renders more than 1000000 characters" in error.message
 
 
 @pytest.mark.parametrize(

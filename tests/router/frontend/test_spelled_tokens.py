@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.cluster.store.store import get_model
 from tandem.proto import inference_pb2, limits
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, PromptTooLong
 from tandem.router.frontend.chat import check_chat
 from tandem.router.frontend.spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings
 from tandem.router.frontend.tokenizer import Tokenizer
@@ -328,7 +328,7 @@ def test_a_spelling_is_found_wherever_a_piece_ends(tokens: list[str], text: str,
 def test_a_prompt_of_too_many_tokens_is_refused(tiny: Tokenizer) -> None:
     """A list of millions of ids would stop all other threads while it is made."""
     text = "\U0001f9ab" * 300_000  # four tokens each
-    with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
+    with pytest.raises(PromptTooLong, match="has 1200000 tokens; the maximum is 1048576"):
         tiny._encode(text, False)
-    with pytest.raises(InvalidArgument, match="has 1200000 tokens; the maximum is 1048576"):
+    with pytest.raises(PromptTooLong, match="has 1200000 tokens; the maximum is 1048576"):
         tiny._spelled[2].encode(text, SpecialTokenEscaper(text))
