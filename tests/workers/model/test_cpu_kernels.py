@@ -426,6 +426,26 @@ def test_a_team_of_all_cores_gets_one_each() -> None:
     assert os.sched_getaffinity(0) == cores, "the threads that compute nothing stay free"
 
 
+def test_more_cores_than_a_team_may_have_threads_stay_free() -> None:
+    """A list of their numbers would overwrite what the team needs to run."""
+    program = """if True:
+        import ctypes, os, torch
+        from tandem.workers.model.kernels.c import build, cpu
+        torch.set_num_threads(2)
+        before = os.sched_getaffinity(0)
+        cores = torch.ones(2000, dtype=torch.int64)
+        address, count = ctypes.c_void_p(cores.data_ptr()), ctypes.c_int64(len(cores))
+        build.library().bind_threads(address, count)
+        x = torch.ones(4096, 64)
+        sums = {float(cpu.silu_mul(x).sum()) for _ in range(20)}
+        print(len(sums), os.sched_getaffinity(0) == before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "1 True\n"), done.stderr
+
+
 def test_denormals_stay_what_they_are() -> None:
     code = (
         "from tandem.workers.model.kernels.c import build; build.library(); print(5e-324 * 1.0, "

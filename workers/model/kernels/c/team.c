@@ -24,7 +24,7 @@
 
 #include "common.h"
 
-enum { MAX_THREADS = 256, MAX_UNITS = 4096, MAX_ARGS = 17, RUNS = 8 };
+enum { MAX_THREADS = 1024, MAX_UNITS = 4096, MAX_ARGS = 17, RUNS = 8 };  // threads: as num_threads in config.py
 // Nanoseconds before a chunk is computed again; polls before pauses; polls before sleep.
 enum { SHORT_WAIT = 3000, EAGER_LOOKS = 1000, SPINS = 4000 };
 
@@ -228,8 +228,10 @@ static void gather_helpers(int64_t helpers) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-// Binds the caller to the first of these cores, and the helpers of its runs to the others.
+// Binds the caller to the first of these cores, and the helpers of its runs to the others. Leaves all
+// free if a team cannot have a thread for each.
 void bind_threads(const int64_t *cores, int64_t count) {
+    if (count > MAX_THREADS) return;
     pthread_mutex_lock(&team.lock);
     gather_helpers(0);
     memcpy(team.cores, cores, count * sizeof *cores);
