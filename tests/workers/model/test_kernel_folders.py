@@ -1,9 +1,10 @@
 """Where built kernels are kept; the compiler is replaced."""
 
 import ctypes
+import shlex
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,15 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
     """Yields the libraries that were built; those in the folder `home/x` cannot be."""
     made: list[Path] = []
 
-    def make(compiler: str, library: Path) -> None:
+    def make(compiler: Sequence[str], library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
-        library.write_text(compiler)
+        library.write_text(shlex.join(compiler))
         made.append(library)
 
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(build, "_build", make)
-    monkeypatch.setattr(build, "_fingerprint", lambda compiler: f"of-{compiler}")
+    monkeypatch.setattr(build, "_fingerprint", lambda compiler: f"of-{shlex.join(compiler)}")
     monkeypatch.setattr(ctypes, "CDLL", lambda path: f"loaded {path}")
     monkeypatch.setenv("CC", "")
     build.library.cache_clear()

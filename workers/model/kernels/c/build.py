@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import stat
 import subprocess
 import tempfile
@@ -28,6 +29,10 @@ _SOURCES: Final = tuple(sorted(_FOLDER.rglob("*.[ch]")))
 _FLAGS: Final = ("-O3", "-march=native", "-ffast-math", "-pthread", "-fPIC", "-std=gnu11")
 # Without -ffast-math: linked with it, the library would flush denormals in the whole process.
 _LINK_FLAGS: Final = ("-shared", "-pthread")
+_CPUINFO: Final = Path("/proc/cpuinfo")
+# The fields on which the instructions of -march=native depend: of x86, ARM and RISC-V.
+_CPU_FIELDS: Final = ("flags", "Features", "CPU implementer", "CPU part", "isa")
+_PRINTED_BYTES: Final = 500  # of a compiler's output, its end, in a warning
 # Limit for one run of the compiler. It takes half a minute on an idle machine, much longer on a
 # busy one.
 _BUILD_SECONDS: Final = 900
@@ -42,20 +47,40 @@ def library() -> ctypes.CDLL | None:
     then: other processes of the service may have kernels, and a stream that moves between them
     would continue with different tokens.
     """
-    compiler = os.environ.get("CC") or "cc"
     try:
+        compiler = _compiler()
         name = f"{_fingerprint(compiler)}.so"
         try:
             return _load(compiler, cache_home() / "kernels" / name)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-            logger.warning("storing the C kernels in a temporary folder: %s", error)
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            # RuntimeError: the user has no home. CalledProcessError: the disk may be full.
+            logger.warning("storing the C kernels in a temporary folder: %s", _reason(error))
             return _load(compiler, _temporary_folder() / name)
     except (OSError, subprocess.CalledProcessError) as error:
-        logger.warning("no C kernels; plain torch is several times slower: %s", error)
+        logger.warning("no C kernels; plain torch is several times slower: %s", _reason(error))
         return None
 
 
-def _load(compiler: str, built: Path) -> ctypes.CDLL:
+def _compiler() -> list[str]:
+    """Returns the words of the compiler's command, such as `ccache` and `gcc`.
+
+    Raises OSError if the variable CC has no such command.
+    """
+    try:
+        return shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise OSError(f"CC must be a command and its arguments: {error}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Returns what an error says, with the end of a failed compiler's own messages."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    printed = error.stderr[-_PRINTED_BYTES:].decode(errors="replace").strip()
+    return f"{error} {printed}"
+
+
+def _load(compiler: Sequence[str], built: Path) -> ctypes.CDLL:
     """Loads the kernels; builds them first if the file is missing.
 
     Raises OSError if they cannot be stored or loaded, CalledProcessError if they cannot be
@@ -102,29 +127,23 @@ def address(name: str, dtype: torch.dtype | None = None) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: Sequence[str]) -> str:
     """Returns a hash of the sources, the compiler and the processor."""
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS
+        [*compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS
     ).stdout
-    flags = next(
-        (
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("flags")
-        ),
-        "",
-    )
-    words = (*_FLAGS, *_LINK_FLAGS, flags, platform.machine())
+    cpuinfo = _CPUINFO.read_text().splitlines()
+    processor = sorted({line for line in cpuinfo if line.startswith(_CPU_FIELDS)})
+    words = (*compiler, *_FLAGS, *_LINK_FLAGS, *processor, platform.machine())
     parts = (
         *(source.read_bytes() for source in _SOURCES),
         version,
-        *(word.encode() for word in words),
+        *map(os.fsencode, words),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def _build(compiler: str, built: Path) -> None:
+def _build(compiler: Sequence[str], built: Path) -> None:
     """Compiles to a temporary file and renames it, so that a killed process leaves no partial file.
 
     If several processes need the same kernels, one builds them and the others wait. Parallel builds
@@ -143,14 +162,14 @@ def _build(compiler: str, built: Path) -> None:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             objects = list(pool.map(partial(_compile, compiler, Path(scratch)), sources))
         linked = Path(scratch) / "kernels.so"
-        _run([compiler, *_LINK_FLAGS, *objects, "-lm", "-o", str(linked)])
+        _run([*compiler, *_LINK_FLAGS, *objects, "-lm", "-o", str(linked)])
         linked.rename(built)
 
 
-def _compile(compiler: str, folder: Path, source: Path) -> str:
+def _compile(compiler: Sequence[str], folder: Path, source: Path) -> str:
     """Compiles a source file; returns the path of the object file."""
     made = str(folder / f"{source.stem}.o")
-    _run([compiler, *_FLAGS, f"-I{_FOLDER}", "-c", str(source), "-o", made])
+    _run([*compiler, *_FLAGS, f"-I{_FOLDER}", "-c", str(source), "-o", made])
     return made
 
 
