@@ -16,6 +16,7 @@ _SHARES: Final = tuple(1 - step / 50 for step in range(25))  # of a group's rang
 # Of coordinate descent; each sweep changes about half as many numbers as the one before.
 _SWEEPS: Final = 4
 _REFITS: Final = 3  # of the scales, each followed by coordinate descent
+_MAX_NUMBERS: Final = 2**24  # of the equations that are solved at once, to save memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,20 +166,34 @@ def _refit(
 ) -> torch.Tensor:
     """Returns the scales [outputs, groups] that minimize the error of a weight for given numbers.
 
-    The scales of one output solve a system of linear equations. Shapes as in `_descend`.
+    The scales of one output solve a system of linear equations, so parts of the outputs are solved
+    one after another. Shapes as in `_descend`.
     """
     steps = numbers.view(*scales.shape, -1) - zeros[..., None]  # [outputs, groups, group_size]
     by_group = hessian.view(len(hessian), *steps.shape[1:])  # [inputs, groups, group_size]
     wanted = (steps * (weight @ hessian).view_as(steps)).sum(-1)  # [outputs, groups]
-    products = torch.empty(*scales.shape, scales.shape[1])  # [outputs, groups, groups]
+    unused = (steps == 0).all(-1)  # their scales do not matter
+    solved = torch.empty_like(scales)
+    num_rows = max(1, _MAX_NUMBERS // scales.shape[1] ** 2)
+    for begin in range(0, len(scales), num_rows):
+        part = slice(begin, begin + num_rows)
+        products = _products(steps[part], by_group).double()
+        solved[part] = torch.linalg.solve(
+            products + unused[part].double().diag_embed(), wanted[part].double()
+        )
+    return _positive(solved).where((solved > 0) & ~unused, scales)
+
+
+def _products(steps: torch.Tensor, by_group: torch.Tensor) -> torch.Tensor:
+    """Returns the products of the groups of outputs, [outputs, groups, groups].
+
+    `steps` [outputs, groups, group_size]; `by_group` is the Hessian, [inputs, groups, group_size].
+    """
+    products = torch.empty(*steps.shape[:2], steps.shape[1])
     for group, rows in enumerate(torch.split(by_group, steps.shape[2])):
         moved = torch.einsum("oi,igj->ogj", steps[:, group], rows)
         products[:, group] = (moved * steps).sum(-1)
-    unused = (steps == 0).all(-1)  # their scales do not matter
-    solved = torch.linalg.solve(
-        products.double() + unused.double().diag_embed(), wanted.double()
-    ).float()
-    return _positive(solved).where((solved > 0) & ~unused, scales)
+    return products
 
 
 def _search(
