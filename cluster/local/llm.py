@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .engine import LocalEngine
 
 PromptText = str | Mapping[str, Any]
-"""A text, or as in vLLM {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, or as in vLLM {"prompt": text} or {"prompt_token_ids": ids}; ids have precedence."""
 
 Prompts = PromptText | Sequence[PromptText]
 TokenIds = Sequence[int] | Sequence[Sequence[int]]
@@ -496,5 +496,8 @@ def _naming_prompt(name: str, index: int) -> Iterator[None]:
 def _read_prompt(given: Any) -> tuple[str | None, inference_pb2.Prompt]:
     """Converts a prompt of any form; returns its text, or None for token ids, and its message."""
     if isinstance(given, Mapping):
-        given = given.get("prompt") or given.get("prompt_token_ids")
+        ids = given.get("prompt_token_ids")
+        given = given.get("prompt") if ids is None else ids
+        if given is None:
+            raise InvalidArgument("needs prompt or prompt_token_ids", "prompt")
     return given if isinstance(given, str) else None, text_prompt(given)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem import LLM, LoRARequest, RequestOutput, SamplingParams
 from tandem.cluster.local import engine
-from tandem.cluster.local.llm import LocalStream
+from tandem.cluster.local.llm import LocalStream, _read_prompt
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from tandem.router import adapters
@@ -176,8 +176,11 @@ def test_a_model_that_keeps_states_generates_with_as_many_as_are_set(tmp_path: P
 def test_prompts_of_every_form(llm: LLM) -> None:
     (text,) = llm.generate("dog", GREEDY)
     ids = text.prompt_token_ids
-    forms: list[Any] = [{"prompt": "dog"}, {"prompt_token_ids": ids}]
-    assert ids_of(llm.generate(forms, GREEDY)) == [text.outputs[0].token_ids] * 2
+    both = {"prompt": "", "prompt_token_ids": ids}
+    forms: list[Any] = [{"prompt": "dog"}, {"prompt_token_ids": ids}, both]
+    assert ids_of(llm.generate(forms, GREEDY)) == [text.outputs[0].token_ids] * 3
+    # Only models that begin a text with a special token generate from the empty text.
+    assert _read_prompt({"prompt": ""}) == _read_prompt("")
     (alone,) = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)
     assert (alone.prompt, alone.outputs[0].token_ids) == (None, text.outputs[0].token_ids)
     assert llm.generate([], GREEDY) == []
@@ -408,6 +411,10 @@ def test_a_stream_has_the_same_tokens_and_can_be_left(llm: LLM) -> None:
     [
         (lambda llm: llm.generate(["a", "b" * 9000], GREEDY), "prompts[1]: "),
         (lambda llm: llm.generate(["a", 3], GREEDY), "prompts[1]: "),
+        (
+            lambda llm: llm.generate(["a", {"text": "b"}], GREEDY),
+            "prompts[1]: needs prompt or prompt_token_ids",
+        ),
         (
             lambda llm: llm.generate(prompt_token_ids=[[3], [4], []], sampling_params=GREEDY),
             "prompt_token_ids[2]: ",
