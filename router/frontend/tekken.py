@@ -29,7 +29,7 @@ logging.getLogger("transformers.tokenization_utils_tokenizers").addFilter(
 )
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, Any]:
     """Returns special tokens by their names, for a folder with tekken.json that names none."""
     if (folder / "tokenizer_config.json").exists() or not (folder / TEKKEN_FILE).exists():
         return {}
