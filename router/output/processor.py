@@ -118,8 +118,8 @@ class OutputProcessor:
         try:
             with execution:
                 yield
-        except (asyncio.CancelledError, Cancelled, DeadlineExceeded):  # by the client
-            was_left = True
+        except (asyncio.CancelledError, Cancelled, DeadlineExceeded):
+            was_left = True  # its client or its deadline ended it
             raise
         except TandemError as error:
             if error.retry_after is not None and not self.num_generated:
@@ -132,8 +132,8 @@ class OutputProcessor:
     def _num_charged(self, *, was_left: bool) -> int:
         """Returns the generated tokens that the caller pays for.
 
-        A beam search computes the tokens of all its beams. Before its end, nothing says how far it
-        has come: a client that leaves it pays for what it may have computed.
+        A beam search computes the tokens of all its beams, and reports nothing before its end. A
+        client that leaves it pays for all tokens that may have been computed.
         """
         if not self._request.tokens.has_beam_search:
             return self.num_generated
