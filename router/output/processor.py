@@ -3,12 +3,13 @@
 Knows nothing of dispatch and of APIs.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from functools import partial
 
 from ...proto import inference_pb2, worker_pb2
-from ...proto.errors import InternalError, TandemError
+from ...proto.errors import Cancelled, DeadlineExceeded, InternalError, TandemError
 from ..frontend.fair_threads import SCORING
 from ..frontend.prepared import PreparedRequest
 from ..request import TokenDelta
@@ -113,16 +114,33 @@ class OutputProcessor:
     @contextmanager
     def _charged(self, execution: AbstractContextManager[object]) -> Iterator[None]:
         """Charges the caller for the tokens of `execution`, even if it fails or is cancelled."""
+        was_left = False
         try:
             with execution:
                 yield
+        except (asyncio.CancelledError, Cancelled, DeadlineExceeded):
+            was_left = True  # its client or its deadline ended it
+            raise
         except TandemError as error:
             if error.retry_after is not None and not self.num_generated:
                 self._request.give_back()  # it was not the client that ended it
             raise
         finally:
             self._timeline.request_id = self._request.request_id  # the source writes its own
-            self._request.quota.take_tokens(self.num_generated)
+            self._request.quota.take_tokens(self._num_charged(was_left=was_left))
+
+    def _num_charged(self, *, was_left: bool) -> int:
+        """Returns the generated tokens that the caller pays for.
+
+        A beam search computes the tokens of all its beams, and reports nothing before its end. A
+        client that leaves it pays for all tokens that may have been computed.
+        """
+        if not self._request.tokens.has_beam_search:
+            return self.num_generated
+        submit = self._request.tokens.submit
+        may_be_whole = was_left and self._timeline.attempts
+        num_steps = submit.max_tokens if may_be_whole else self.longest_choice
+        return submit.beam_search.width * num_steps
 
     async def _take_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
         """Takes the scores of the prompt after its first token."""

@@ -440,7 +440,7 @@ class CompletionFields(Body):
     """Declares the fields of POST /v1/completions, without the request parameters."""
 
     prompt: Annotated[
-        list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(prompt_schema())
+        list[str | list[int]], PlainValidator(parse_prompts), WithJsonSchema(prompt_schema())
     ]
     suffix: str | None = Field(
         None, description="The text after the completion; needs a fill-in-the-middle model."
@@ -569,7 +569,7 @@ class TemplateFields(OpenModel):
     add_generation_prompt: bool | None = Field(
         None, description="False requires continue_final_message."
     )
-    documents: list[dict[str, Any]] | None = Field(
+    documents: Annotated[list[dict[str, Any]] | None, FailFast()] = Field(
         None, description="A variable of the chat template."
     )
     reasoning_effort: Annotated[str | None, Field(max_length=32)] = Field(
@@ -623,7 +623,7 @@ class DetectWatermarkBody(OpenModel):
     """Declares the body of POST /v1/watermark/detect."""
 
     model: str | None = None
-    prompt: str | list[_TokenId] = Field(description="A text or token ids.")
+    prompt: str | Annotated[list[_TokenId], FailFast()] = Field(description="A text or token ids.")
 
 
 class LoadLoraAdapterBody(OpenModel):
@@ -661,9 +661,9 @@ def _field(row: RequestParameter) -> Any:
     if row.kind == "strings":
         return _strings_type(row), description
     if row.max_items:
-        bounded: Any = Annotated[
-            _TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()
-        ]
+        bounded: Any = Annotated[_TYPES[row.kind] | None, Field(max_length=row.max_items)]
+        if row.kind == "token_ids":  # older versions of pydantic take FailFast only for lists
+            bounded = Annotated[bounded, FailFast()]
         return bounded, description
     kind = Count if row.zero_is_unset or row.name == "beam_width" else _TYPES[row.kind]
     return kind | None, Field(None, description=row.help, json_schema_extra=_bounds(row))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from ....proto import inference_pb2, limits
@@ -48,7 +48,7 @@ class EmbeddingsFields(OpenModel):
     model: str | None = None
     input: Annotated[
         list[str | list[int]],
-        BeforeValidator(partial(parse_prompts, most=limits.MAX_TEXTS)),
+        PlainValidator(partial(parse_prompts, most=limits.MAX_TEXTS)),
         WithJsonSchema(prompt_schema(limits.MAX_TEXTS)),
     ]
     encoding_format: Literal["float", "base64"] | None = None

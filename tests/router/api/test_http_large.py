@@ -1,13 +1,15 @@
 """Tests that large bodies are refused before any work, or leave the event loop free."""
 
 import json
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from tandem.proto import errors, inference_pb2, limits
@@ -15,7 +17,12 @@ from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import ROWS
 from tandem.router.api.openai import answers
 from tandem.router.api.openai.answers import MAX_PROMPT_LOGPROBS
-from tandem.router.api.openai.bodies import DetokenizeBody
+from tandem.router.api.openai.bodies import (
+    DetectWatermarkBody,
+    DetokenizeBody,
+    OpenModel,
+    TokenizeBody,
+)
 from tandem.router.api.openai.logprobs import prompt_logprobs
 from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import (
@@ -93,6 +100,59 @@ def test_other_bodies_are_bounded() -> None:
         parse_tokenize(json.dumps({"messages": [MESSAGE] * 9_000}).encode())
     with pytest.raises(InvalidArgument, match="at most 1048576"):
         parse(DetokenizeBody, json.dumps({"tokens": [1] * (limits.MAX_TOKENS + 1)}).encode())
+
+
+def schemas(found: object, kind: str) -> Iterator[dict[str, Any]]:
+    """Yields the schemas of this kind in a core schema of pydantic."""
+    if isinstance(found, dict):
+        if found.get("type") == kind:
+            yield found
+        found = [each for name, each in found.items() if name != "serialization"]
+    if isinstance(found, list | tuple):
+        for each in found:
+            yield from schemas(each, kind)
+
+
+def bodies(base: type[OpenModel]) -> Iterator[type[OpenModel]]:
+    """Yields all classes that derive from `base`."""
+    for each in base.__subclasses__():
+        yield each
+        yield from bodies(each)
+
+
+def test_the_first_wrong_element_of_a_list_ends_parsing() -> None:
+    """Otherwise pydantic makes an error of each element, of which there may be a million."""
+    found = list(bodies(OpenModel))
+    assert {each.__name__ for each in found} >= {
+        "ChatBody",
+        "MessagesBody",
+        "ResponsesBody",
+        "BatchBody",
+        "RerankBody",
+    }
+    for each in found:
+        for schema in schemas(each.__pydantic_core_schema__, "list"):
+            takes_any = schema.get("items_schema", {"type": "any"})["type"] == "any"
+            is_short = schema.get("max_length", math.inf) <= 64
+            assert takes_any or is_short or schema.get("fail_fast"), (each.__name__, schema)
+
+
+def test_older_versions_of_pydantic_can_import_the_bodies() -> None:
+    """Before 2.14, pydantic raises an error for a dict with FailFast."""
+    for each in bodies(OpenModel):
+        for schema in schemas(each.__pydantic_core_schema__, "dict"):
+            assert "fail_fast" not in schema, (each.__name__, schema)
+
+
+def test_a_thousand_wrong_elements_are_one_error() -> None:
+    cases: list[tuple[type[OpenModel], dict[str, Any], int]] = [
+        (TokenizeBody, {"documents": [1] * 1_000}, 1),
+        (DetectWatermarkBody, {"prompt": [-1] * 1_000}, 2),  # no text, and a wrong token id
+    ]
+    for kind, said, num_errors in cases:
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate_json(json.dumps(said))
+        assert caught.value.error_count() == num_errors
 
 
 def test_unknown_fields_make_no_objects() -> None:
