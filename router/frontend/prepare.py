@@ -17,7 +17,12 @@ from ..pooling import PoolingRules
 from ..prompt_cache import find_retentions
 from ..request import LoraAdapter, TokenRequest
 from ..resume.policy import ResumePolicy
-from ..resume.tokens import ANSWER_BYTES, ResumeBinding, ResumeKey, digest_request
+from ..resume.tokens import (
+    ANSWER_BYTES,
+    ResumeBinding,
+    ResumeKey,
+    digest_request,
+)
 from ..slo import SloClasses, find_slo, first_token_due
 from ..stopping.rules import stop_rules
 from ..telemetry.trace import TraceContext
@@ -130,7 +135,7 @@ async def prepare(
     submit = _submit(request, model, context.caller, prompt, max_tokens)
     submit.bad_words.extend(bad_words)
     submit.grammar = grammar
-    encode = partial(_encode_shorter, tokenizer=tokenizer, caller=context.caller, now=now)
+    encode = partial(tokenizer.encode_chat, fairness_id=fairness_id, now=now)
     submit.retentions.extend(await find_retentions(request, prompt, encode))
     submit.stop_token_ids.extend(dict.fromkeys((*stopping.stop_token_ids, *stop_tokens)))
     prepared = PreparedRequest(
@@ -253,15 +258,6 @@ async def encode_prompt(
     return ids
 
 
-async def _encode_shorter(
-    chat: inference_pb2.Chat, tokenizer: Tokenizer, caller: Caller, now: float
-) -> list[int]:
-    """Returns the token ids of a part of the prompt, and charges the caller for them."""
-    ids = await tokenizer.encode_chat(chat, caller.fairness_id, now)
-    caller.quota.take_tokens(len(ids))
-    return ids
-
-
 async def _encode_fitting(
     request: inference_pb2.GenerateRequest,
     model: ServedModel,
@@ -272,7 +268,7 @@ async def _encode_fitting(
 
     If `truncation` is auto, drops the oldest turns: the fewest with which the prompt fits, or all
     that may be dropped if it never fits. The caller is charged for all turns within
-    MAX_PROMPT_CHARACTERS, and for each shorter chat that is tried. Raises as `encode_prompt`.
+    MAX_PROMPT_CHARACTERS. Raises as `encode_prompt`.
     """
     caller = context.caller
     prompt = request.prompt
@@ -293,7 +289,7 @@ async def _encode_fitting(
     while low <= high:  # bisection, because each attempt renders the chat
         middle = (low + high) // 2
         shorter = without(chat, parts[:middle])
-        ids = await _encode_shorter(shorter, model.tokenizer, caller, now)
+        ids = await model.tokenizer.encode_chat(shorter, caller.fairness_id, now)
         if len(ids) <= room or middle == len(parts):
             found = ids, shorter
             high = middle - 1

@@ -413,30 +413,6 @@ async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -
             2 * 5_000 + 30,
         ),  # the first pair is refused
         ("/v1/embeddings", {"model": "tiny", "input": ["four", "five"]}, 8),
-        (
-            "/v1/chat/completions",
-            {
-                "model": "tiny",
-                "messages": [
-                    {"role": "user", "content": text} for text in ("x" * 300, "y" * 300, "z")
-                ],
-                "max_tokens": 4,
-                "truncation": "auto",
-            },
-            637 + 329 + 4,
-        ),  # all turns, the turns that fit, and the answer
-        (
-            "/v1/chat/completions",
-            {
-                "model": "tiny",
-                "messages": [
-                    {"role": "user", "content": "a", "cache_control": {"type": "ephemeral"}},
-                    {"role": "user", "content": "b"},
-                ],
-                "max_tokens": 4,
-            },
-            30 + 29 + 4,
-        ),  # the chat, the chat up to the mark, and the answer
     ],
 )
 async def test_every_tokenization_is_charged(
