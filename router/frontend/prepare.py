@@ -148,7 +148,7 @@ async def prepare(
             arrived=context.arrived,
             deadline=context.deadline,
             first_token_due=first_token_due(slo, context.arrived),
-            ends_at=_ends_at(stopping, context),
+            ends_at=context.arrived + stopping.max_time_ms / 1000 if stopping.max_time_ms else None,
             affinity=_affinity(request.prompt_cache_key, context.caller),
         ),
         num_returned=count_returned(request),
@@ -278,23 +278,30 @@ async def _encode_fitting(
     # Only then it may have too many characters: each has at least a byte.
     if (size := prompt.ByteSize()) > limits.MAX_PROMPT_CHARACTERS:
         chat = await CHECKING.run(caller.fairness_id, size, within_characters, chat)
-        prompt = inference_pb2.Prompt(chat=chat)
-    ids = await encode_prompt(prompt, model.tokenizer, caller, now=now)
     room = model.context_tokens - _reserved(request, model, reduces=context.reduces_max_tokens)
-    if len(ids) <= room:
-        return ids, chat
     parts = droppable_parts(chat)
-    found = ids, chat
-    low, high = 1, len(parts)
-    while low <= high:  # bisection, because each attempt renders the chat
-        middle = (low + high) // 2
-        shorter = without(chat, parts[:middle])
-        ids = await model.tokenizer.encode_chat(shorter, caller.fairness_id, now)
-        if len(ids) <= room or middle == len(parts):
+    found = None
+    count, least, most = 0, 0, len(parts)  # parts to drop
+    while least <= most:  # bisection, because each attempt renders the chat
+        shorter = without(chat, parts[:count]) if count else chat
+        try:
+            if count:
+                ids = await model.tokenizer.encode_chat(shorter, caller.fairness_id, now)
+            else:
+                whole = inference_pb2.Prompt(chat=chat)
+                ids = await encode_prompt(whole, model.tokenizer, caller, now=now)
+            fits = len(ids) <= room or count == len(parts)
+        except PromptTooLong:  # with the text that the template adds
+            if count == len(parts):
+                raise
+            fits = False
+        if fits:
             found = ids, shorter
-            high = middle - 1
+            most = count - 1
         else:
-            low = middle + 1
+            least = count + 1
+        count = (least + most) // 2
+    assert found is not None
     return found
 
 
@@ -408,10 +415,6 @@ async def _with_calls(
 
 def _affinity(key: str, caller: Caller) -> str:
     return f"{caller.tenant} {key}" if key else ""
-
-
-def _ends_at(stopping: inference_pb2.StoppingParams, context: RequestContext) -> float | None:
-    return context.arrived + stopping.max_time_ms / 1000 if stopping.max_time_ms else None
 
 
 def _fit_context(

@@ -317,18 +317,21 @@ async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
     assert error.remedy == remedy
 
 
-def long_chat(last: str) -> dict[str, Any]:
-    """Returns a chat of two turns, of which the first has the most characters of a prompt."""
+def long_chat(last: str, size: int = limits.MAX_PROMPT_CHARACTERS - 1) -> dict[str, Any]:
+    """Returns a chat of two turns, of which the first begins with a message of `size`."""
     messages = [
-        {"role": "user", "content": "x" * (limits.MAX_PROMPT_CHARACTERS - 1)},
+        {"role": "user", "content": "x" * size},
         {"role": "assistant", "content": "y"},
         {"role": "user", "content": last},
     ]
     return {"chat": {"messages": messages}}
 
 
-async def test_turns_with_too_many_characters_are_dropped_if_asked_for() -> None:
-    message = request(prompt=long_chat("last"), truncation="auto")
+@pytest.mark.parametrize("excess", [4, 0])
+async def test_turns_with_too_many_characters_are_dropped_if_asked_for(excess: int) -> None:
+    """`excess`: characters above the bound; the template adds more."""
+    chat = long_chat("last", limits.MAX_PROMPT_CHARACTERS - len("ylast") + excess)
+    message = request(prompt=chat, truncation="auto")
     accepted = await prepare(message, MODEL, CONTEXT)
     assert bytes(accepted.tokens.submit.token_ids) == b"[user] last\n[assistant] "
     assert accepted.dropped_messages == 2

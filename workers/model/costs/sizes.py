@@ -100,7 +100,9 @@ def _find_integer(config: ModelConfig, names: Iterable[str]) -> int | None:
     """
     fields = config.transformers or {}
     for source in (fields, fields.get("text_config"), fields.get("ffn_config")):
-        for name in names if isinstance(source, Mapping) else ():
+        if not isinstance(source, Mapping):
+            continue
+        for name in names:
             if isinstance(source.get(name), int):
                 return int(source[name])
     return None
