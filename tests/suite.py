@@ -99,7 +99,8 @@ class Outcome:
         """
         failures: dict[str, str] = {}
         ended = set()
-        lines = log.read_text().splitlines() if log.exists() else []
+        text = log.read_text() if log.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # a killed process may leave half a line
         for line in map(json.loads, lines):
             if len(line) == 2:
                 failures.setdefault(*line)
@@ -113,10 +114,14 @@ class Outcome:
         return self.complete and not self.failures
 
 
-def run_pytest(options: tuple[str, ...], log: Path) -> Outcome:
-    """Runs pytest in a process; replaces the log of an earlier run."""
+def run_pytest(options: tuple[str, ...], log: Path, seconds: float | None = None) -> Outcome:
+    """Runs pytest in a process, for at most so many seconds; replaces the log of an earlier run."""
     log.unlink(missing_ok=True)
-    return Outcome.of(subprocess.run(command_of(options, log)).returncode, log)
+    try:
+        code = subprocess.run(command_of(options, log), timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        code = pytest.ExitCode.INTERRUPTED
+    return Outcome.of(code, log)
 
 
 def run_halves(first: tuple[str, ...], second: tuple[str, ...], folder: Path) -> list[Outcome]:

@@ -132,6 +132,8 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     for name, row_name in CALLS.items():
         assert row_name in {row["name"] for row in found["parts"][name]["rows"]}
     assert (tmp_path / "gpu.txt").read_text() == done.stdout
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"gpu.json", "gpu.txt", "logs.tar.gz"}, "a rented machine returns few files"
 
 
 def test_models_of_all_devices_have_the_same_weights() -> None:

@@ -53,8 +53,10 @@ def cuda_capture() -> Capture:
         with no_waiting():
             launch()
         graph = torch.cuda.CUDAGraph()
+        # In torch's default mode, the steps of another engine of this process would fail meanwhile.
+        captured = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         # If a capture fails, torch.cuda.graph leaves its stream current; the outer block does not.
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.stream(torch.cuda.current_stream()), captured:
             result = launch()
         return graph.replay, result
 

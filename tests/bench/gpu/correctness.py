@@ -24,6 +24,7 @@ from tandem.workers.model.runner import ModelRunner
 
 _PACKAGES: Final = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "llguidance")
 _STEPS: Final = 50
+_WRITE_SECONDS: Final = 15.0  # of a part's time, to end pytest and to write its failures
 _KERNEL_TESTS: Final = ROOT / "tests/workers/model/test_gpu_kernels.py"
 _SAMPLER_TESTS: Final = ROOT / "tests/workers/model/test_gpu_sampling.py"
 
@@ -105,10 +106,11 @@ def tests(bench: Bench) -> None:
     )
     path = bench.folder / "failed_tests"
     path.unlink(missing_ok=True)
-    found = run_pytest((*options, "-q", "-p", "no:cacheprovider"), path)
+    seconds = max(bench.seconds - _WRITE_SECONDS, 1)
+    found = run_pytest((*options, "-q", "-p", "no:cacheprovider"), path, seconds)
     for test, text in found.failures.items():
         bench.row(test, error=text.strip().splitlines()[-1])
-    bench.row("pytest", exit_code=found.code, failed=len(found.failures))
+    bench.row("pytest", exit_code=found.code, failed=len(found.failures), ended=len(found.ended))
     if found.code:
         raise RuntimeError(f"{len(found.failures)} tests failed, exit code {found.code}")
 

@@ -8,6 +8,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -34,17 +35,25 @@ class Run:
     device: str
     shape: str
     seconds: float  # of all parts together
-    out: Path  # the folder of gpu.json and the logs
+    out: Path  # the folder of gpu.json and of the archive of logs
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the logs while parts run."""
+        return self.out / "logs"
 
 
 def run_parts(run: Run, parts: Sequence[Part]) -> Results:
-    """Runs the parts; writes gpu.json before the first and after each, and returns its content."""
+    """Runs the parts; writes gpu.json before the first and after each, and returns its content.
+
+    Packs the logs of all parts into logs.tar.gz at the end.
+    """
     if run.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # the parts inherit it
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # cuInit in the fork server would break forks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    run.out.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(parents=True, exist_ok=True)
     results: Results = {
         "device": run.device,
         "shape": run.shape,
@@ -61,15 +70,17 @@ def run_parts(run: Run, parts: Sequence[Part]) -> Results:
             print(f"gpu bench: {part.group} {part.name}", file=sys.stderr, flush=True)
             results["parts"][part.name] = _run(context, run, part, min(left, part.seconds))
         _write(run.out, results)
+    shutil.make_archive(str(run.logs), "gztar", run.out, run.logs.name)
+    shutil.rmtree(run.logs)
     return results
 
 
 def _run(context: ForkServerContext, run: Run, part: Part, seconds: float) -> Results:
-    rows = run.out / f"{part.name}.jsonl"
-    log = run.out / f"{part.name}.log"
+    rows = run.logs / f"{part.name}.jsonl"
+    log = run.logs / f"{part.name}.log"
     for path in (rows, log):
         path.write_text("")
-    given = (part.function, run.device, run.shape, seconds, run.out, rows, log)
+    given = (part.function, run.device, run.shape, seconds, run.logs, rows, log)
     began = time.monotonic()
     process = context.Process(target=_child, args=given)
     process.start()

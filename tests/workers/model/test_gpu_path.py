@@ -164,8 +164,8 @@ def test_code_that_waits_for_the_device_is_found_before_a_capture(
     class Graph:
         def replay(self) -> None: ...
 
-    def begin(graph: object, pool: object) -> nullcontext[None]:
-        assert modes[-1] == "default"
+    def begin(graph: object, pool: object, capture_error_mode: str) -> nullcontext[None]:
+        assert (modes[-1], capture_error_mode) == ("default", "thread_local")
         captures.append(graph)
         return nullcontext()
 
