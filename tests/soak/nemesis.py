@@ -97,7 +97,7 @@ class Report:
             ["seconds", f"{self.seconds:.0f}"],
             ["kills", ", ".join(f"{kind} {count}" for kind, count in self.nemesis.kills.items())],
             [
-                "whole again after (worst)",
+                "running again after (worst)",
                 ", ".join(f"{k} {s:.1f} s" for k, s in self.nemesis.slowest.items()),
             ],
             ["failed", str(len(self.traffic.failed))],

@@ -39,7 +39,7 @@ def measure(model: str, *, dtype: str, prefixes: Sequence[int], repeat: int) -> 
         title="Prompts with an equal beginning",
         notes=(
             conditions(model, dtype),
-            f"Each prompt has {_OWN} tokens of its own after it; medians of {repeat} pairs.",
+            f"Each prompt ends with {_OWN} tokens of its own; medians of {repeat} pairs.",
         ),
         heads=(
             "equal tokens",
