@@ -33,6 +33,7 @@ from tandem.router.api.console.routes import STATIC_PATHS
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
+from tandem.router.dispatch.causes import Cause
 from tandem.router.telemetry.requests import PARTS, RequestFacts, RequestTelemetry
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer
@@ -500,6 +501,13 @@ async def test_the_page_shows_no_normal_end_as_a_failure() -> None:
     (listed,) = re.findall(r"const GOOD = new Set\(\[(.*)\]\);", script)
     ends = {each["finish"] for _, each in log.ended.after(0)}
     assert ends == set(json.loads(f"[{listed}]"))
+
+
+def test_the_page_has_words_for_each_cause_of_an_interruption() -> None:
+    script = (_STATIC / "recoveries.js").read_text()
+    (listed,) = re.findall(r"const CAUSES = \{(.*?)\};", script, re.DOTALL)
+    described = set(re.findall(r"^  (\w+): \".+\",$", listed, re.MULTILINE))
+    assert {cause.name.lower() for cause in Cause} <= described
 
 
 def test_changes_of_workers() -> None:

@@ -12,13 +12,15 @@ const CAUSES = {
   preempted: "the worker needed the blocks for older sequences",
   suspended: "the worker is draining or has another role; the KV cache moves with the request",
   invalid: "the worker refused the request",
+  unable: "the worker cannot serve it: an adapter's file, memory or a grammar",
+  not_finite: "the model computed NaN or infinity",
   joined: "joined the pool",
   left: "left the pool",
   restarted: "restarted, with a new epoch",
   switched: "has the other role, with a new epoch",
   draining: "takes no new requests",
 };
-const BAD = new Set(["crash", "left", "transfer", "invalid"]);
+const BAD = new Set(["crash", "left", "transfer", "invalid", "unable", "not_finite"]);
 
 let list;
 let empty;
