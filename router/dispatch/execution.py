@@ -503,7 +503,8 @@ class RequestExecution:
         error = Unavailable(parked.unable if is_unable else self._registry.unavailable_message)
         if not any(self._emitted) and not is_suspect:
             if parked.cause is Cause.FULL:
-                raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
+                # The caller may try elsewhere.
+                raise Overloaded(f"every worker is full: {parked.message}")
             if is_unable:
                 raise error
         if self._clock() < parked.until:

@@ -615,7 +615,18 @@ def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None
             "constraint: the grammar cannot be followed: no token: 'x: y'",
         ),
         (worker_pb2.FAILURE_KIND_INVALID, "too long", InvalidArgument, "prompt: too long"),
-        (worker_pb2.FAILURE_KIND_FULL, "", Overloaded, "every worker's queue is full"),
+        (
+            worker_pb2.FAILURE_KIND_FULL,
+            "queue full",
+            Overloaded,
+            "every worker is full: queue full",
+        ),
+        (
+            worker_pb2.FAILURE_KIND_FULL,
+            "8 adapters are in use (max_loras)",
+            Overloaded,
+            r"every worker is full: 8 adapters are in use \(max_loras\)",
+        ),
         (
             worker_pb2.FAILURE_KIND_WORKER,
             "",
