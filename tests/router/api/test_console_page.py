@@ -12,13 +12,20 @@ from tandem.router.api.console.feed import ConsoleFeed
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
+from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.browser import chromium, count, problems, set_window, text, wait
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer
-from tandem.tests.router.fake_source import FakeTokenSource
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT
 
 KEYS = (api_key("ada"), api_key("ops", operator=True))
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
 
 
 class HeldFeed(ConsoleFeed):
@@ -160,3 +167,25 @@ async def test_clear_forgets_an_answer_that_streams(page: Any, source: FakeToken
     assert await asyncio.to_thread(text, page, ".log .said") == "another"
     assert "No questions yet." not in await asyncio.to_thread(text, page, ".log")
     assert await asyncio.to_thread(problems, page) == []
+
+
+async def test_a_thought_is_shown_without_log_probabilities(
+    browser: Any, source: FakeTokenSource
+) -> None:
+    source.answer = [*b"<think>\nA thought.", EOS_ID]
+    model = ServedModel(
+        name="tiny", tokenizer=byte_tokenizer(THINKING_TEMPLATE), context_tokens=512
+    )
+    generation = GenerationService([model], source)
+    async with served(generation, HeldFeed(generation)) as url:
+        await asyncio.to_thread(browser.get, f"{url}/console#playground")
+        await until(lambda: text(browser, "#live") == "Live")
+        clear = "document.querySelector('#parameter-top_logprobs').value = ''"
+        await asyncio.to_thread(browser.execute_script, clear)
+        await asyncio.to_thread(type_text, browser, "#message", "a question\n")
+        await until(lambda: "tokens/s" in text(browser, ".turn.assistant .note"))
+        assert "first after" in await asyncio.to_thread(text, browser, ".turn.assistant .note")
+        shown = await asyncio.to_thread(text, browser, ".turn.assistant .said .muted")
+        assert shown == "A thought."
+        assert await asyncio.to_thread(problems, browser) == []
+        await asyncio.to_thread(browser.get, "about:blank")

@@ -251,6 +251,7 @@ function startAnswer(hasLogprobs) {
     first: 0,
     tokens: 0,
     view: hasLogprobs ? new TokenView() : null,
+    thought: null, // shows the reasoning if there is no view
   };
   answer.said = answer.view ? answer.view.text : h("p", { class: "said" });
   answer.note = h("p", {
@@ -273,14 +274,20 @@ function takeChunk(answer, chunk) {
   const [choice] = chunk.choices;
   if (!choice) return;
   const text = choice.delta.content || "";
+  const thought = choice.delta.reasoning_content || "";
   const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-  if (text || choice.logprobs?.content?.length) answer.first ||= performance.now();
+  if (text || thought || choice.logprobs?.content?.length) answer.first ||= performance.now();
   answer.text += text;
   answer.finish = choice.finish_reason || answer.finish;
   if (answer.view)
     for (const entry of choice.logprobs?.content || [])
       answer.view.add(entry, !(choice.finish_reason === "stop" && !text));
-  else answer.said.append(text);
+  else {
+    if (thought && !answer.thought)
+      answer.said.append((answer.thought = h("div", { class: "muted" })));
+    answer.thought?.append(thought);
+    answer.said.append(text);
+  }
   if (answer.first)
     answer.note.textContent = `First token after ${seconds((answer.first - answer.began) / 1000)}, measured in this browser`;
   if (isAtEnd) log.scrollTop = log.scrollHeight;
@@ -297,7 +304,7 @@ function endAnswer(answer, finish, problem = "") {
     return;
   }
   const spoken =
-    answer.tokens > 1
+    answer.tokens > 1 && answer.first
       ? `, ${rate((1000 * (answer.tokens - 1)) / (end - answer.first))} tokens/s`
       : "";
   const parts = [
