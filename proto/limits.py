@@ -36,6 +36,12 @@ LOGPROB_SIZE. Log probabilities of this size have about 40 MB, as text or as obj
 
 LOGPROB_SIZE: Final = 8
 
+MAX_SCORED_TOKENS: Final = MAX_ANSWER_SIZE // (LOGPROB_SIZE + 1)
+"""Number of tokens in all prompts to score or to rank in one HTTP body.
+
+Their log probabilities, and one token for each prompt, are then within MAX_ANSWER_SIZE.
+"""
+
 MAX_RETURNED_CHARACTERS: Final = 4 * MAX_PROMPT_CHARACTERS
 """Number of characters of prompts in one answer: the text of token ids, or all texts that `echo`
 repeats in all completions of all prompts together.

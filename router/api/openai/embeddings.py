@@ -164,6 +164,8 @@ async def make_score_request(
     kept = body.truncate_prompt_tokens or limits.MAX_TOKENS
     kept = model.context_tokens - 1 if kept < 0 else kept
     pairs = list(zip(before, after, strict=True))
+    num_tokens = sum(min(len(first) + len(second), kept) for first, second in pairs)
+    check_count(num_tokens, limits.MAX_SCORED_TOKENS, "tokens in all prompts", "text_2")
     request = ParsedRequest(
         body=body,
         common=common,

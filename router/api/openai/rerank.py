@@ -13,9 +13,11 @@ from typing import Annotated, Any, Final
 from pydantic import FailFast, Field
 
 from ....proto import inference_pb2, limits
+from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
 from ...frontend.prepare import ServedModel, encode_prompt
+from ...frontend.tokenizer import Tokenizer
 from .answers import error_response
 from .bodies import WHOLE, Ignored, NestedModel, OpenModel
 from .requests import ParsedRequest, prompt_messages
@@ -72,14 +74,20 @@ async def make_rerank_request(
     num_characters = sum(map(len, body.texts)) + repeated * len(body.texts)
     check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all prompts", "documents")
     tokenizer = model.tokenizer
+    if not tokenizer.chat_template(tools=False):
+        raise InvalidArgument(
+            "reranking needs a chat template; serve the model with --chat-template", "model"
+        )
     yes, no = await tokenizer.encode_all(
         _ANSWERS, add_special_tokens=False, fairness_id=caller.fairness_id
     )
     prompts: list[list[int]] = []
+    num_tokens, most = 0, limits.MAX_SCORED_TOKENS
     for text in body.texts:
-        asked = inference_pb2.Prompt(chat=_chat(body, text))
-        ids = await encode_prompt(asked, tokenizer, caller)
+        ids = await _encode(body, text, tokenizer, caller)
         caller.quota.take_tokens(len(yes) + len(ids) + len(no))  # `ids` are in two prompts
+        num_tokens += len(yes) + 2 * len(ids) + len(no)
+        check_count(num_tokens, most, "tokens in all prompts", "documents")
         prompts += [[*ids, *yes], [*ids, *no]]
     common = inference_pb2.GenerateRequest(
         model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0}
@@ -94,6 +102,19 @@ async def make_rerank_request(
         is_charged=True,
     )
     return request, (len(yes), len(no))
+
+
+async def _encode(body: RerankBody, text: str, tokenizer: Tokenizer, caller: Caller) -> list[int]:
+    """Returns the token ids of the question about a document. Raises as `encode_prompt`.
+
+    An InvalidArgument names the documents: the body has no messages.
+    """
+    asked = inference_pb2.Prompt(chat=_chat(body, text))
+    try:
+        return await encode_prompt(asked, tokenizer, caller)
+    except InvalidArgument as error:
+        message = error.message.removeprefix(f"{error.field}: ")
+        raise type(error)(message, "documents") from None
 
 
 def rerank_form(num_tokens: tuple[int, int]) -> AnswerForm:

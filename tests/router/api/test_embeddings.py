@@ -5,7 +5,7 @@ import json
 import math
 from array import array
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.pooling import PoolingRules
 from tandem.tests.fleet import Fleet, split_fleet
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT
 from tandem.tests.workers.model.helpers import prompt, reference
 
@@ -148,16 +149,20 @@ async def test_a_model_whose_embeddings_are_not_served_generates(
 
 
 @asynccontextmanager
-async def own_pooling(
-    folder: Path, workers: Fleet, rules: PoolingRules
-) -> AsyncIterator[httpx.AsyncClient]:
-    """Yields a client of a service whose model has these rules."""
-    service = GenerationService([served_model(folder, rules)], workers.dispatcher)
+async def serving(service: GenerationService) -> AsyncIterator[httpx.AsyncClient]:
+    """Yields a client of a service."""
     servers = await ApiServers.start(service)
     url = f"http://{servers.http_address}"
     async with httpx.AsyncClient(base_url=url, timeout=WAIT) as http:
         yield http
     await servers.stop(0)
+
+
+def own_pooling(
+    folder: Path, workers: Fleet, rules: PoolingRules
+) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    """Returns a client of a service whose model has these rules."""
+    return serving(GenerationService([served_model(folder, rules)], workers.dispatcher))
 
 
 async def test_over_grpc(tiny_model: Path, servers: ApiServers) -> None:
@@ -338,3 +343,38 @@ async def test_the_numbers_of_one_answer_are_bounded(
     with pytest.raises(openai.BadRequestError, match="encoding_format to base64"):
         await client.embeddings.create(model="tiny", input=["a"] * 9, encoding_format="float")
     await client.embeddings.create(model="tiny", input=["a"] * 9, encoding_format="base64")
+
+
+@pytest.mark.parametrize(
+    ("template", "field", "words"),
+    [
+        (None, "model", "reranking needs a chat template"),
+        ("{{ raise_exception('not like this') }}", "documents", "not like this"),
+    ],
+)
+async def test_a_model_that_cannot_rerank_is_refused_by_fields_of_the_body(
+    template: str | None, field: str, words: str
+) -> None:
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(template), context_tokens=512)
+    async with serving(GenerationService([model], FakeTokenSource())) as http:
+        answer = await http.post("/rerank", json={"query": "a", "documents": ["b"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert words in error["message"]
+
+
+async def test_the_tokens_of_scores_are_bounded(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_SCORED_TOKENS", 20)
+    pair = {"text_1": "x" * 15, "text_2": "y" * 15}
+    for path, body, field in (
+        ("/score", pair, "text_2"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "documents"),
+    ):
+        answer = await http.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert "tokens in all prompts; the maximum is 20" in error["message"]
+    cut = await http.post("/score", json=pair | {"truncate_prompt_tokens": 20})
+    assert cut.status_code == 200
