@@ -21,11 +21,11 @@ from ...frontend.prepare import ServedModel
 from .answers import error_response
 from .bodies import (
     WHOLE,
+    Count,
     Ignored,
     OpenModel,
     parse_prompts,
     prompt_schema,
-    refusing,
     with_named_parameters,
 )
 from .parsing import parse
@@ -52,9 +52,11 @@ class EmbeddingsFields(OpenModel):
         WithJsonSchema(prompt_schema(limits.MAX_TEXTS)),
     ]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[
-        None, refusing("is not supported: this model has embeddings of one length only")
-    ] = None
+    dimensions: Count | None = Field(
+        None,
+        description="The number of first numbers of each embedding that are kept, before it is"
+        " scaled to length 1; by default all.",
+    )
     pooling_type: Literal["LAST", "MEAN"] | None = Field(
         None,
         description="How the last hidden states are pooled; by default as the model's modules.json"
@@ -196,6 +198,15 @@ def _embeddings(body: EmbeddingsFields, model: str, answers: Answers) -> bytes:
         array("f", [number for each in messages for number in each.embedding])
         for messages in answers
     ]
+    if body.dimensions is not None:
+        length = len(found[0])
+        if body.dimensions > length:
+            raise InvalidArgument(
+                f"is {body.dimensions}; the maximum is {length}, the length of this model's "
+                "embeddings",
+                "dimensions",
+            )
+        found = [each[: body.dimensions] for each in found]
     count = sum(map(len, found))
     most = _MAX_NUMBERS[body.encoding_format or "float"]
     if count > most:

@@ -87,6 +87,21 @@ async def test_embeddings(tiny_model: Path, client: openai.AsyncOpenAI) -> None:
             )
 
 
+async def test_shorter_embeddings_are_cut_and_then_normalised(
+    tiny_model: Path, client: openai.AsyncOpenAI
+) -> None:
+    ids = prompt(20)
+    state = hidden_states(tiny_model, ids)[-1]
+    for length in (1, 8, len(state)):
+        made = await client.embeddings.create(model="tiny", input=ids, dimensions=length)
+        expected = state[:length] / state[:length].norm()
+        torch.testing.assert_close(
+            torch.tensor(made.data[0].embedding), expected, atol=1e-4, rtol=0
+        )
+    with pytest.raises(openai.BadRequestError, match=f"the maximum is {len(state)}"):
+        await client.embeddings.create(model="tiny", input=ids, dimensions=len(state) + 1)
+
+
 async def test_mean_and_lengths_as_they_are(
     tiny_model: Path, servers: ApiServers, workers: Fleet
 ) -> None:
@@ -216,7 +231,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": ["x"] * 2_049}, "input"),
     ("/v1/embeddings", {"input": [9_999]}, "input"),
     ("/v1/embeddings", {"input": "x " * 5_000}, "input"),
-    ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions"),
+    ("/v1/embeddings", {"input": "x", "dimensions": 0}, "dimensions"),
+    ("/v1/embeddings", {"input": "x", "dimensions": 9_999}, "dimensions"),
     ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
     ("/v1/embeddings", {"input": "x", "pooling_type": "CLS"}, "pooling_type"),
     ("/v1/embeddings", {"input": "x", "more": 1}, "more"),
