@@ -432,6 +432,11 @@ class TandemConfig(BaseModel):
             raise InvalidArgument(SERVE_CONFIG_ONLY, "autoscaling")
 
     @property
+    def adapter_folders(self) -> tuple[str, ...]:
+        """Returns the folders in which, and below which, workers accept adapters."""
+        return (*self.adapters.values(), *filter(None, [self.lora.folder]))
+
+    @property
     def served_name(self) -> str:
         """Returns the name of the model in answers."""
         return self.served_names[0]

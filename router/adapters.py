@@ -4,6 +4,7 @@ Knows nothing of the files of an adapter: its owner passes the functions that re
 """
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -16,6 +17,8 @@ from ..proto.errors import InvalidArgument, NotFound, Overloaded, PermissionDeni
 from .auth.authenticator import Caller
 from .fields import matching
 from .request import LoraAdapter
+
+_log = logging.getLogger(__name__)
 
 MAX_ADAPTERS: Final = 1_024
 """The maximum of served adapters, and of remembered names that were unloaded."""
@@ -49,34 +52,36 @@ class AdapterRegistry:
     """Holds the adapters of a service by name, as one of its routers knows them.
 
     Routers share the changes that they make while they run; of two changes of a name the one with
-    the higher number counts. Awaits nothing.
+    the higher number counts. A change has precedence over the configured adapter, also in a version
+    that replaces this one. Awaits nothing.
     """
 
-    def __init__(self, configured: Iterable[LoraAdapter] = ()) -> None:
+    def __init__(
+        self, configured: Iterable[LoraAdapter] = (), folders: Iterable[Path] | None = None
+    ) -> None:
+        """Serves no adapters of changes outside of these resolved folders; None: all are served."""
         # Called after a change that this router has made.
         self.on_news: Callable[[], object] = lambda: None
         self._configured = {adapter.name: adapter for adapter in configured}
+        self._folders = None if folders is None else frozenset(folders)
         self._changes: dict[str, tuple[int, LoraAdapter | None]] = {}
+        self._served = dict(self._configured)
 
     @property
     def adapters(self) -> list[LoraAdapter]:
         """All served adapters, ordered by name."""
-        found = self._configured | {
-            name: adapter for name, (_, adapter) in self._changes.items() if adapter
-        }
-        unloaded = {name for name, (_, adapter) in self._changes.items() if adapter is None}
-        return [found[name] for name in sorted(found.keys() - unloaded)]
+        return [self._served[name] for name in sorted(self._served)]
 
     def get(self, name: str) -> LoraAdapter | None:
         """Returns the adapter of this name; None if it is not served."""
-        return self._changes[name][1] if name in self._changes else self._configured.get(name)
+        return self._served.get(name)
 
     def put(self, adapter: LoraAdapter) -> None:
         """Begins to serve an adapter, in place of one of this name.
 
         Raises Overloaded if there are too many.
         """
-        if self.get(adapter.name) is None and len(self.adapters) >= MAX_ADAPTERS:
+        if self.get(adapter.name) is None and len(self._served) >= MAX_ADAPTERS:
             raise Overloaded(f"{MAX_ADAPTERS} adapters are served; unload one first")
         self._change(adapter.name, adapter)
 
@@ -89,21 +94,63 @@ class AdapterRegistry:
         return dict(self._changes)
 
     def learn(self, shared: Shared) -> bool:
-        """Applies another router's changes. Returns True if any was new."""
+        """Applies another router's changes. Returns True if any was new.
+
+        Warns of each that has precedence over a configured adapter, and of each adapter that this
+        router does not serve.
+        """
         newer = {
             name: change
             for name, change in shared.items()
             if _order(change) > _order(self._changes.get(name))
         }
         self._changes |= newer
+        for name, (_, adapter) in newer.items():
+            self._apply(name, adapter)
+            self._warn(name, adapter)
         self._forget()
         return not newer.keys().isdisjoint(self._changes)
 
     def _change(self, name: str, adapter: LoraAdapter | None) -> None:
         number = 1 + max((number for number, _ in self._changes.values()), default=0)
         self._changes[name] = number, adapter
+        self._apply(name, adapter)
         self._forget()
         self.on_news()
+
+    def _apply(self, name: str, adapter: LoraAdapter | None) -> None:
+        """Serves the adapter of a change; None: serves none of this name."""
+        if adapter is not None and self._is_outside(adapter):
+            adapter = self._configured.get(name)
+        if adapter is None:
+            self._served.pop(name, None)
+        else:
+            self._served[name] = adapter
+
+    def _is_outside(self, adapter: LoraAdapter) -> bool:
+        """Returns True if the workers would refuse the adapter's folder."""
+        folder = Path(adapter.folder)
+        return self._folders is not None and self._folders.isdisjoint((folder, *folder.parents))
+
+    def _warn(self, name: str, adapter: LoraAdapter | None) -> None:
+        configured = self._configured.get(name)
+        if adapter is not None and self._is_outside(adapter):
+            _log.warning(
+                "the adapter %s, loaded at run time, is not served: its folder %s is outside of "
+                "lora.folder and of the folders in adapters",
+                name,
+                adapter.folder,
+            )
+        elif configured is not None and (
+            adapter is None or adapter.fingerprint != configured.fingerprint
+        ):
+            _log.warning(
+                "adapters.%s: the folder %s is not served, because the adapter was %s at run time; "
+                "load this folder at run time to serve it",
+                name,
+                configured.folder,
+                f"loaded from {adapter.folder}" if adapter else "unloaded",
+            )
 
     def _forget(self) -> None:
         """Forgets the oldest unloaded adapters, unless configured: all routers know of them."""

@@ -85,7 +85,7 @@ def worker_config(
         host=host,
         start_seconds=config.start_seconds,
         silence_seconds=config.silence_seconds,
-        adapter_folders=(*config.adapters.values(), *filter(None, [config.lora.folder])),
+        adapter_folders=config.adapter_folders,
         max_loras=config.lora.max_loras,
         max_lora_rank=config.lora.max_lora_rank,
     )

@@ -11,10 +11,16 @@ from ..config import TandemConfig
 
 
 def configured_adapters(config: TandemConfig) -> AdapterRegistry:
-    """Reads the adapters of the configuration. Raises InvalidArgument for an unusable adapter."""
+    """Reads the adapters of the configuration. Raises InvalidArgument for an unusable adapter.
+
+    Other routers' adapters are served only from the folders that the workers accept.
+    """
     return AdapterRegistry(
-        named_adapter(config.lora.max_lora_rank, f"adapters.{name}", name, Path(folder))
-        for name, folder in config.adapters.items()
+        (
+            named_adapter(config.lora.max_lora_rank, f"adapters.{name}", name, Path(folder))
+            for name, folder in config.adapters.items()
+        ),
+        [Path(folder).resolve() for folder in config.adapter_folders],
     )
 
 

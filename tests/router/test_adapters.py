@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,42 @@ def test_changes_are_kept_over_what_is_configured() -> None:
     assert registry.get("a") is None
     registry.put(adapter("a", 9))
     assert registry.get("a") == adapter("a", 9)
+
+
+def test_a_version_warns_of_changes_over_its_configuration(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = ("gone", "same", "sql")
+    before = AdapterRegistry(map(adapter, names))
+    before.put(adapter("sql", 2))
+    before.put(adapter("same"))
+    before.remove("gone")
+    version = AdapterRegistry(adapter(name, 3 if name == "sql" else 1) for name in names)
+    assert version.learn(before.shared())
+    assert version.adapters == [adapter("same"), adapter("sql", 2)]
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "adapters.gone: the folder /adapters/gone is not served, because the adapter was unloaded "
+        "at run time; load this folder at run time to serve it",
+        "adapters.sql: the folder /adapters/sql is not served, because the adapter was loaded from "
+        "/adapters/sql at run time; load this folder at run time to serve it",
+    ]
+
+
+def test_adapters_that_the_workers_refuse_are_not_served(caplog: pytest.LogCaptureFixture) -> None:
+    """A router with other folders keeps the change, so that a later one counts."""
+    before = AdapterRegistry()
+    before.put(adapter("in"))
+    for name in ("out", "configured"):
+        before.put(replace(adapter(name, 2), folder=f"/adapters-of-old/{name}"))
+    versions = [AdapterRegistry([adapter("configured")], [Path("/adapters")]) for _ in range(2)]
+    for version in versions:
+        version.learn(before.shared())
+        assert version.adapters == [adapter("configured"), adapter("in")]
+    assert caplog.text.count("is not served: its folder /adapters-of-old/out is outside of") == 2
+    versions[0].put(adapter("out", 3))
+    before.learn(versions[0].shared())
+    versions[1].learn(before.shared())
+    assert versions[1].get("out") == adapter("out", 3)
 
 
 def test_at_the_limit_a_served_name_may_get_another_adapter(
