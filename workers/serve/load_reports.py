@@ -1,6 +1,6 @@
 """Decides when a worker reports its load, and changes of its prefix cache, to a router's session.
 
-A message costs a router about 0.4 ms, and with 1,000 workers it has 1,000 sessions. So a session
+A message costs a router about 0.4 ms of CPU time, and it may have 1,000 sessions. So a session
 gets a load at most every `LOAD_SECONDS`, and only if it has changed; a session without requests
 every `IDLE_REPORT_SECONDS`, or less often if the router asks for it because it has many workers.
 Cache changes go with the outputs of a step or with the load.

@@ -623,7 +623,10 @@ class DetectWatermarkBody(OpenModel):
     """Declares the body of POST /v1/watermark/detect."""
 
     model: str | None = None
-    prompt: str | Annotated[list[_TokenId], FailFast()] = Field(description="A text or token ids.")
+    # FailFast cannot be hashed, as a part of a union must be.
+    prompt: str | Annotated[list[_TokenId], Field(fail_fast=True)] = Field(
+        description="A text or token ids."
+    )
 
 
 class LoadLoraAdapterBody(OpenModel):
