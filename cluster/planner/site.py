@@ -213,7 +213,7 @@ class ArithmeticSite:
         )
 
     def _context_work(self) -> tuple[Work, Work]:
-        """Returns the work of a token of context, and that of the windows that are full.
+        """Returns the work of a token of context, and the work of the windows that are full.
 
         Their sum for `typical_tokens` is the work of a decode that attends to so many.
         """

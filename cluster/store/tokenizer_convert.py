@@ -4,6 +4,7 @@ Run as `python -m tandem.cluster.store.tokenizer_convert FOLDER`; transformers c
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ def _read(folder: Path) -> Any:
     if tokenizer_sources(folder) != (TEKKEN_FILE,):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Some versions of transformers cannot import it, but convert the other files.
-    from transformers.integrations.mistral import convert_tekken_tokenizer
-
-    tokenizer = convert_tekken_tokenizer(str(folder / TEKKEN_FILE))
+    convert: Any = import_module("transformers.integrations.mistral").convert_tekken_tokenizer
+    tokenizer = convert(str(folder / TEKKEN_FILE))
     tokenizer.add_bos_token = True  # Mistral's own tokenizer begins every text with it
     return tokenizer
 

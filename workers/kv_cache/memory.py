@@ -121,7 +121,7 @@ def plan_memory(
 
 
 def table_costs(layout: KvLayout, tables: Sequence[TableSpec]) -> tuple[TableCost, ...]:
-    """Returns what a token costs in each table, in the layers of the whole model.
+    """Returns the cost of a token in each table, in the layers of the whole model.
 
     Raises ValueError as `check_split` does.
     """

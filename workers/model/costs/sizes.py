@@ -67,13 +67,13 @@ def _sum(shapes: _Shapes) -> int:
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Returns True for a matrix of a layer, or for those of all its experts in one tensor."""
+    """Returns True for a matrix of a layer, or for the stacked matrices of its experts."""
     is_matrix = len(shape) in (2, 3) and shape[1] > 1
     return is_matrix and bool(_LAYER.search(name)) and not name.endswith("bias")
 
 
 def _is_expert(name: str, shape: tuple[int, ...]) -> bool:
-    """Returns True for a matrix of a routed expert, or for those of all in one tensor."""
+    """Returns True for a matrix of a routed expert, or for the stacked matrices of all."""
     return ".experts." in name or (len(shape) == 3 and name.endswith(_STACKED))
 
 
@@ -96,7 +96,7 @@ def _num_chosen(config: ModelConfig) -> int:
 def _find_integer(config: ModelConfig, names: Iterable[str]) -> int | None:
     """Returns the first of these fields of config.json that is an integer; None without any.
 
-    The fields of a multimodal model's text model, and those of DBRX's experts, are nested.
+    The fields of a multimodal model's text model, and of DBRX's experts, are nested.
     """
     fields = config.transformers or {}
     for source in (fields, fields.get("text_config"), fields.get("ffn_config")):

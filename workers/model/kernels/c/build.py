@@ -73,7 +73,7 @@ def _compiler() -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns what an error says, with the end of a failed compiler's own messages."""
+    """Returns the text of an error, with the end of the messages of a failed compiler."""
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     printed = error.stderr[-_PRINTED_BYTES:].decode(errors="replace").strip()
