@@ -149,8 +149,8 @@ class SequenceStates:
     def _refill(self, sequence: Sequence) -> None:
         """Gives a sequence the slots that its branches need beside the current one.
 
-        Returns further ones to the pool: the slots of a draft that was not made, and of choices that
-        ended before the fork.
+        Returns further slots to the pool: of a draft that was not made, and of choices that ended
+        before the fork.
         """
         count = NUM_STATES * sequence.num_branches - 1
         self.prepare(sequence, count)

@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS: Final = 1.0
 """The time after a failure to open the store in which it is not opened again."""
 MAX_CALLS: Final = 500
-"""Calls at a time: half as many as the directory's actor takes, so a slow disk leaves some to members.
+"""Calls at a time: half as many as the directory's actor takes. So a slow disk leaves it calls for
+the members.
 """
 
 
