@@ -173,7 +173,3 @@ def mixed_chunk(most: int, num_sequences: int) -> int:
     is about a third of `most`, because their steps are short.
     """
     return min(most, -(-most // 3) + num_sequences)
-
-
-IDLE_REPORT_SECONDS: Final = 2
-"""The least time between two reports of a worker to a router that has no requests there."""

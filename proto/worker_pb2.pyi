@@ -91,16 +91,14 @@ class LoadAdapterResponse(_message.Message):
     def __init__(self, error: _Optional[str] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("submit", "cancel", "suspend", "idle_report_seconds")
+    __slots__ = ("submit", "cancel", "suspend")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     SUSPEND_FIELD_NUMBER: _ClassVar[int]
-    IDLE_REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     suspend: Suspend
-    idle_report_seconds: int
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., suspend: _Optional[_Union[Suspend, _Mapping]] = ..., idle_report_seconds: _Optional[int] = ...) -> None: ...
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., suspend: _Optional[_Union[Suspend, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority", "adapter", "pooling", "prefix_holder", "tenant", "turn", "processed_logprobs", "watermark", "retentions")

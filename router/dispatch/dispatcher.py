@@ -1,7 +1,6 @@
 """Dispatches requests to workers and continues them when workers fail. Knows ids, not text."""
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from functools import partial
@@ -12,7 +11,6 @@ from ...proto import inference_pb2, worker_pb2
 from ...proto.channel import PeerChannel
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
-from ...proto.limits import IDLE_REPORT_SECONDS
 from ...proto.metrics import ITERATION_TOKENS, LOST_WORKERS, NULL_METRICS, Metrics
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
@@ -27,18 +25,7 @@ from .worker_client import Connect, WorkerClient, WorkerKey, WorkerStream
 PROBE_SECONDS: Final = 0.5
 """The time between attempts to reconnect to a worker after its session has broken."""
 
-_IDLE_REPORTS: Final = 100
-"""The reports a second, at most, that a router gets from workers without its requests.
-
-So the time for these reports does not grow with the number of workers.
-"""
-
 _STOPPING: Final = "the service is stopping"
-
-
-def idle_report_seconds(num_workers: int) -> int:
-    """Returns the least seconds between two reports of a worker without the router's requests."""
-    return max(IDLE_REPORT_SECONDS, math.ceil(num_workers / _IDLE_REPORTS))
 
 
 class Dispatcher:
@@ -80,7 +67,6 @@ class Dispatcher:
         # is listed again, it gets a new session, because only a new one reports the whole prefix
         # cache.
         self._retired: list[WorkerClient] = []
-        self._idle_report_seconds = IDLE_REPORT_SECONDS  # what the workers know
         self._closed = False
 
     def generate(
@@ -146,9 +132,7 @@ class Dispatcher:
                 self._retired.append(client)
                 client.retire()
         self._forget_broken()
-        workers = self._registry.workers()
-        self._pace_reports(idle_report_seconds(len(workers)))
-        for info in workers:
+        for info in self._registry.workers():
             if self._closed:
                 return
             opened = self._clients.get((info.worker_id, info.epoch))
@@ -192,16 +176,7 @@ class Dispatcher:
             room_elsewhere=partial(self._room_elsewhere, info.worker_id),
             connect=self._open_channel,
         )
-        if self._idle_report_seconds != IDLE_REPORT_SECONDS:
-            client.pace_reports(self._idle_report_seconds)
         return client
-
-    def _pace_reports(self, seconds: int) -> None:
-        """Asks all workers for reports at most every so many seconds, unless it has done so."""
-        if seconds != self._idle_report_seconds:
-            self._idle_report_seconds = seconds
-            for client in self._clients.values():
-                client.pace_reports(seconds)
 
     def _room_elsewhere(self, worker_id: str) -> int:
         """Returns how many more sequences of a draining worker can move to other workers.

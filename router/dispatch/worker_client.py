@@ -229,10 +229,6 @@ class WorkerClient:
             self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
             self._end_if_unused()
 
-    def pace_reports(self, seconds: int) -> None:
-        """Asks for reports at most every so many seconds while this router has no requests here."""
-        self._commands.put_nowait(worker_pb2.SessionRequest(idle_report_seconds=seconds))
-
     def retire(self) -> None:
         """Ends the session as soon as no request uses it. Idempotent."""
         self._is_retired = True

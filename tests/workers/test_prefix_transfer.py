@@ -272,7 +272,7 @@ async def test_routers_learn_of_the_begin_and_the_end_of_a_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also of a worker that does nothing else."""
-    monkeypatch.setattr(load_reports, "IDLE_REPORT_SECONDS", 0)
+    monkeypatch.setattr(load_reports, "IDLE_SECONDS", 0.0)
 
     async def until_leased(num_blocks: int) -> None:
         while (await session.read()).load.leased_blocks != num_blocks:  # type: ignore[union-attr]

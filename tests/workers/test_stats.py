@@ -376,7 +376,7 @@ async def test_blocks_that_a_transfer_used_for_long_after_the_request_are_report
         asyncio.get_running_loop().call_later(3 * LOAD_SECONDS, stop, self, sequence_id, then)
 
     monkeypatch.setattr(KvGroup, "stop", stop_later)
-    monkeypatch.setattr(load_reports, "IDLE_REPORT_SECONDS", 0)
+    monkeypatch.setattr(load_reports, "IDLE_SECONDS", 0.0)
     async with worker_of(fake_rank(), "prefill") as (_, session):
         await session.send(submit(task=worker_pb2.TASK_PREFILL))
         await session.until(lambda output: bool(output.tokens.ids))

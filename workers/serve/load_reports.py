@@ -2,8 +2,7 @@
 
 A message costs a router about 0.4 ms of CPU time, and it may have 1,000 sessions. So a session
 gets a load at most every `LOAD_SECONDS`, and only if it has changed; a session without requests
-every `IDLE_REPORT_SECONDS`, or less often if the router asks for it because it has many workers.
-Cache changes go with the outputs of a step or with the load.
+every `IDLE_SECONDS`. Cache changes go with the outputs of a step or with the load.
 """
 
 import asyncio
@@ -11,10 +10,10 @@ from collections.abc import Callable
 from typing import Final
 
 from ...proto import worker_pb2
-from ...proto.limits import IDLE_REPORT_SECONDS
 from .session import RouterSession
 
 LOAD_SECONDS: Final = 0.25
+IDLE_SECONDS: Final = 2.0
 
 
 class LoadReports:
@@ -62,8 +61,7 @@ class LoadReports:
         stale = [each for each in self._sessions if each.is_stale(version)]
         for session in stale:
             if session.requests or now >= session.next_idle_report:
-                seconds = max(IDLE_REPORT_SECONDS, session.idle_report_seconds)
-                session.next_idle_report = now + seconds
+                session.next_idle_report = now + IDLE_SECONDS
                 session.wake()
         if self._may_change or stale:
             self._may_change = False

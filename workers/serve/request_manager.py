@@ -177,8 +177,6 @@ class RequestManager:
                     self.submit(session, command.submit)
                 elif command.HasField("suspend"):
                     self.suspend(session, command.suspend)
-                elif command.HasField("idle_report_seconds"):
-                    session.idle_report_seconds = command.idle_report_seconds
         finally:
             session.close()
 

@@ -49,7 +49,6 @@ class RouterSession:
 
     requests: dict[RequestKey, WorkerRequest] = field(default_factory=dict)
     load_version: int = -1  # of the last load that was sent
-    idle_report_seconds: int = 0  # what the router asked for; see LoadReports
     next_idle_report: float = 0.0  # by the event loop's clock; see LoadReports
     _outputs: list[worker_pb2.Output] = field(default_factory=list)
     # By request: an output whose prompt log probabilities are being converted, and the request's

@@ -10,13 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from tandem.cluster.traces.read import TraceScale, parse_scale, read_trace
-from tandem.proto.limits import IDLE_REPORT_SECONDS
-from tandem.router.dispatch.dispatcher import idle_report_seconds
 from tandem.tests.bench.thousand_workers.memory import send_memory
 from tandem.tests.bench.thousand_workers.placement import PlacementFigures
 from tandem.tests.bench.thousand_workers.placement import run as run_placement
 from tandem.tests.bench.thousand_workers.sessions import measure_router
 from tandem.tests.soak.directory import measure_directory
+from tandem.workers.serve.load_reports import IDLE_SECONDS
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -61,9 +60,9 @@ def main(
         place = partial(run_placement, workers, conversations, requests)
         found["bounded"] = _described(place())
         found["full_scan"] = _described(place(full_scan=True))
-        for seconds_between in (0.0, IDLE_REPORT_SECONDS, idle_report_seconds(workers)):
-            name = f"{routers}_routers_{seconds_between:g}_s"
-            found[name] = _described(place(routers=routers, idle_report_seconds=seconds_between))
+        for interval in (0.0, IDLE_SECONDS):
+            figures = place(routers=routers, idle_report_seconds=interval)
+            found[f"{routers}_routers_{interval:g}_s"] = _described(figures)
     if Part.ROUTER in part:
         found["router"] = measure_router(workers, changed_blocks, seconds)
     if Part.DIRECTORY in part:

@@ -95,19 +95,14 @@ class _Worker:
         self._load = worker_pb2.WorkerLoad()
         self._load_reports = LoadReports(lambda: self._load, {self._session})
 
-    async def serve(
-        self,
-        requests: AsyncIterator[worker_pb2.SessionRequest],
-        send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
-    ) -> None:
-        tasks = [asyncio.create_task(each) for each in (self._change(), self._read(requests))]
+    async def serve(self, send: Callable[[worker_pb2.SessionResponse], Awaitable[None]]) -> None:
+        changing = asyncio.create_task(self._change())
         try:
             while (message := await self._session.take()) is not None:
                 self._load_reports.add_to(message, self._session)
                 await send(message)
         finally:
-            for task in tasks:
-                task.cancel()
+            changing.cancel()
 
     async def _change(self) -> None:
         first = self._changes.first()
@@ -120,10 +115,6 @@ class _Worker:
             self._session.change_cache(changes.stored_blocks, changes.evicted_blocks)
             self._load_reports.changed()
             await asyncio.sleep(_CHANGE_SECONDS)
-
-    async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
-        async for request in requests:
-            self._session.idle_report_seconds = request.idle_report_seconds
 
 
 class _Workers(worker_pb2_grpc.WorkerServicer):
@@ -138,7 +129,7 @@ class _Workers(worker_pb2_grpc.WorkerServicer):
         requests: AsyncIterator[worker_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
     ) -> None:
-        await _Worker(next(self._numbers), self._changed_blocks).serve(requests, context.write)
+        await _Worker(next(self._numbers), self._changed_blocks).serve(context.write)
 
 
 class _Registry(WorkerRegistry):

@@ -14,7 +14,6 @@ import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import DeadlineExceeded, Overloaded, Unavailable
-from tandem.router.dispatch import dispatcher
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
@@ -533,38 +532,6 @@ async def test_a_router_follows_all_listed_workers_and_leaves_those_that_have_le
         await until([1, 1, 1])
         tokens, _ = await running.generate(token_request(range(60), 20, name="b"))
         assert tokens == expected_tokens(range(60), 20, VOCAB)
-
-
-async def test_a_router_with_many_workers_asks_each_for_fewer_reports(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Workers that come later are asked, too; all are asked again when the number changes."""
-    monkeypatch.setattr(dispatcher, "_IDLE_REPORTS", 1)
-    workers = [FakeWorker() for _ in range(4)]
-    infos = [
-        worker_pb2.WorkerInfo(
-            worker_id=f"d{number}", role=worker_pb2.ROLE_DECODE, address=worker.address
-        )
-        for number, worker in enumerate(workers)
-    ]
-    registry = WorkerRegistry()
-    router = Dispatcher(registry, identity=IDENTITY)
-    asked: list[list[int]] = []
-    try:
-        for worker in workers:
-            await worker.server.start()
-        for count in (2, 3, 4):  # the workers' own interval is enough for two
-            registry.update(infos[:count])
-            await router.update_sessions()
-        async with asyncio.timeout(WAIT):
-            for worker, expected in zip(workers, ([3, 4], [3, 4], [3, 4], [4]), strict=True):
-                commands = [await worker.commands.get() for _ in expected]
-                asked.append([command.idle_report_seconds for command in commands])
-    finally:
-        await router.close()
-        for worker in workers:
-            await worker.server.stop(0)
-    assert asked == [[3, 4], [3, 4], [3, 4], [4]]
 
 
 async def test_a_busy_worker_that_is_listed_again_reports_its_whole_prefix_cache_again() -> None:
