@@ -26,68 +26,70 @@ PAGE: Final = ROOT / "docs" / "transformers.md"
 
 _HEAD: Final = """# Decoders of transformers
 
-Written by `python -m tandem.tests.decoders_page`. `tandem check MODEL` prints if and how a model \
-would run.
+This page is for models without a file in Tandem; [models.md](models.md) lists those with one. \
+`tandem check MODEL` prints if and how a model would run. `python -m tandem.tests.decoders_page` \
+writes this page.
 
-[models.md](models.md) lists the architectures with a file in Tandem. Any other decoder of \
-transformers (tested with {version}) runs through transformers' modelling code. Tandem replaces \
-its attention, so paged KV cache, chunked prefill, prefix cache, KV transfer and tensor \
-parallelism work in the same way. Checkpoints of these names run as transformers' \
-class: {published}.
+A decoder of transformers without a file in Tandem (tested with {version}) runs through \
+transformers' modelling code. Tandem replaces its attention, so paged KV cache, chunked prefill, \
+prefix cache, KV transfer and tensor parallelism work in the same way. A checkpoint with one of \
+these names runs as the class of transformers in parentheses: {published}.
 
 `model_impl` chooses the code, as in vLLM:
 
-- `auto` (default): Tandem's if it has the architecture, else transformers'
-- `tandem`: Tandem's; other architectures are refused
-- `transformers`: transformers'
+- `auto` (default): Tandem's code if it has the architecture, otherwise transformers' code
+- `tandem`: Tandem's code; other architectures are refused
+- `transformers`: transformers' code
 
-Rules for transformers' code:
+These rules apply to models that run through transformers' code:
 
 - Code in a model's folder is never run.
 - Weights are converted as in transformers.
-- Several ranks need a plan in transformers (`base_model_tp_plan`), and `tp` must divide the KV \
-heads. With latent attention it must divide the query heads.
-- Latent attention (DeepSeek V2 and later) keeps the latent and the shared part of the key: one \
-row of a token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
+- Tensor parallelism needs a plan in transformers (`base_model_tp_plan`), and `tp` must divide the \
+number of KV heads, or of query heads with latent attention.
+- Latent attention (DeepSeek V2 and later) caches the latent vector and the shared part of the \
+key: one row per token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
 - Layers that read the keys and values of an earlier layer (Gemma 3n, Gemma 4) keep no KV cache.
 - Sparse attention (DeepSeek V3.2, GLM-5) runs as dense attention up to `index_topk` tokens. Set \
 `context_tokens` to at most this number; longer contexts are refused.
 - Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \
-convolutions) compute it with Tandem's kernels. Every rank holds the whole state. On CPUs only.
+convolutions) compute it with Tandem's kernels. Every rank holds the whole state. Such models run \
+on CPUs only.
 - Nemotron-H through transformers' code raises the time steps of Mamba 2 to `time_step_min`. \
 Tandem's code has the limits that the checkpoint states (`time_step_limit`), as other engines have.
-- On GPUs, sums of transformers' code depend on the batch: `numerics: exact` is refused.
-- A decoder without positions (Mamba, Mamba 2, Falcon-Mamba) names no context length. Its context \
-is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
+- On GPUs, sums of transformers' code depend on the batch, so `numerics: exact` is refused.
+- A decoder without positions (Mamba, Mamba 2, Falcon-Mamba) states no context length. So its \
+context is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
 `context_tokens` to limit the length of answers.
 - Refused, with the reason in one line: states that a layer keeps in another way (RWKV, xLSTM, \
 RecurrentGemma), encoders, attention with a mask of the model (ALiBi), the sparse attention of \
 MiniMax-M3, and decoders whose code in transformers attends by itself instead of through \
 `AttentionInterface` (Falcon, GPT-J, GPT-Neo, CodeGen, BLOOM, MPT).
 - [Quantised weights](quantization.md) of linear layers keep their form, and `--quantization` \
-rounds them. Stacked experts, the latent projection `kv_b_proj` and weights that transformers' \
-code multiplies by itself must be plain: a checkpoint that quantises them is refused by their \
-name. \
-`--quantization` leaves the latter two plain, and refuses models with stacked experts.
+rounds plain ones. Stacked experts, the latent projection `kv_b_proj`, and weights that \
+transformers' code multiplies outside linear layers must be plain in the checkpoint; otherwise it \
+is refused, and the error names the weight. `--quantization` leaves the last two of these plain, \
+and refuses models with stacked experts.
 - LongRoPE uses its long factors for every prompt, if the model's context exceeds the original \
 context, as in vLLM. `context_tokens` does not change this.
 
-Each decoder is tested as a tiny random model:
+Each decoder is tested with a tiny random model of its architecture:
 
 - Logits in float32 are within 1e-4 of transformers' for prompts of 1 to 300 tokens: whole, in \
 chunks, and in a batch.
 - Greedy tokens are equal: alone, after a KV transfer from one worker to another, and over two \
 ranks if there is a plan.
 
-`make test` tests all of them, and some over two ranks. `make matrix` tests all over two ranks.
+`make test` tests all decoders, and some of them over two ranks. `make matrix` tests all over two \
+ranks.
 
 ## Multimodal checkpoints
 
 A model for images, video or sound (`*ForConditionalGeneration`) is served as its text model: the \
-weights of its encoders are not read, and messages with images or sound are refused. A text model \
-that has a file in Tandem runs through it ({native}); the others run through transformers' code. \
-Fields that `text_config` leaves out have transformers' defaults. The chat template may be the \
-processor's. `make test` tests these types in the same way:
+weights of its encoders are not read, and messages with images or sound are refused. If the text \
+model has a file in Tandem, it runs through this file ({native}); the others run through \
+transformers' code. Fields that `text_config` leaves out have transformers' defaults. The chat \
+template may come from the processor. `make test` tests these types in the same way:
 
 {multimodal}
 

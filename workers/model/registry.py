@@ -152,26 +152,32 @@ _PAGE: Final = """# Models
 
 Written by `python -m tandem.workers.model.registry`; do not edit.
 
-Each of these architectures (`architectures` of config.json) has its own file. Rotary embeddings are
-scaled as in transformers: linear, dynamic, yarn, llama3 and longrope. A LongRoPE model whose
-context is longer than its original context uses the long factors for all sequences, as vLLM does;
-transformers uses them only for long sequences. If `context_tokens` is within the original context,
-the short factors are used, which are better there.
+This page lists the model families that Tandem implements itself. It is for readers who want to know
+if and how their checkpoint runs. Other decoders run through [transformers' code](transformers.md).
+The table below names the file of each architecture (`architectures` in config.json).
 
-Families with experts multiply by all experts in one call on CPUs, and their steps are recorded,
-unless the processor has AMX or experts are stored in different ways. On GPUs they multiply in one
-launch and are captured: by torch's `grouped_mm` in bfloat16 with compute capability 9 and 10, by a
-Triton kernel on other GPUs, in other dtypes, with weights in FP8 and with `numerics: exact`. Only
-experts that are stored in different ways run one by one. Their speed on GPUs is not measured.
-gpt-oss weights in MXFP4 are converted to the model's dtype when they are loaded; `tandem plan
-memory` counts them in that dtype.
+Rotary embeddings are scaled as in transformers: linear, dynamic, yarn, llama3 and longrope. A
+LongRoPE model whose context is longer than its original context uses the long factors for all
+sequences, as vLLM does; transformers uses them only for long sequences. If `context_tokens` is
+within the original context, the short factors are used, which are better there.
+
+On CPUs, families with experts multiply by all experts in one call, and their steps are recorded as
+[step programs](glossary.md), unless the processor has AMX or experts are stored in different ways.
+On GPUs, they multiply by all experts in one launch, and their steps are captured in CUDA graphs.
+The launch is torch's `grouped_mm` in bfloat16 with compute capability 9 and 10, and a Triton kernel
+on other GPUs, in other dtypes, with weights in FP8 and with `numerics: exact`. Only experts that
+are stored in different ways run one by one. The speed of experts on GPUs is not measured. gpt-oss
+weights in MXFP4 are converted to the model's dtype when they are loaded, so `tandem plan memory`
+counts them in that dtype.
 
 Layers with a short convolution or a Mamba 2 mixer keep a state for each sequence and run on CPUs
-only. Ranks split channels and heads of mixers. If ranks share a group of heads, each holds the
-group's B and C, and they add up the squares of the norm.
+only. With tensor parallelism, ranks split the channels and heads of mixers. If several ranks share
+a group of heads, each of them holds the group's B and C, and the ranks add up the squares that the
+norm needs.
 
-`tests/workers/model/test_families.py` compares logits and tokens of each with transformers: whole
-prompts and chunks, alone and in a batch, through a transfer, split over ranks.
+`tests/workers/model/test_families.py` compares the logits and tokens of each family with those in
+transformers: for whole prompts and chunks, alone and in a batch, after a KV transfer, and split
+over ranks.
 
 | architectures | family | file |
 |---|---|---|
