@@ -32,7 +32,7 @@ def test_a_message_to_a_process_that_does_not_read_has_a_deadline() -> None:
         assert errors == [TimeoutError]
         assert not process.is_running()
         assert (
-            child.ask(b'[{"conversations": [[]], "chat_template": "{{ 1 }}"}, 9]', 60)
+            child.ask(b'[{"conversations": [[]], "chat_template": "{{ 1 }}"}, 9, 0]', 60)
             == b'{"text": "1"}'
         )
     finally:
