@@ -274,7 +274,9 @@ async def test_a_grammar_that_only_a_matcher_finds_slow_is_refused(
 ) -> None:
     """Workers would compile it for minutes, with gigabytes of memory."""
     schema = json.dumps({"type": "integer", "allOf": [{"multipleOf": each} for each in multiples]})
-    hurried = GrammarValidator(seconds=1, ask=ChildProcess("constraint").ask)
+    child = ChildProcess("constraint")
+    await asyncio.to_thread(child.wait)  # its start may take longer than the check
+    hurried = GrammarValidator(seconds=1, ask=child.ask)
     constraint = inference_pb2.Constraint(json_schema=schema)
     if special:
         constraint = inference_pb2.Constraint(grammar=f"start: {special} | x\nx: %json {schema}")
