@@ -1,6 +1,7 @@
 """Describes a service to simulate, and what happens to it besides requests."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ...proto.costs import KvCost, TableCost
 from ...workers.engine.config import Budgets, EngineConfig
@@ -68,7 +69,7 @@ class SimulatedService:
             pools["prefill"] = self.prefill
         return pools
 
-    @property
+    @cached_property
     def kv(self) -> KvCost:
         """Returns the costs of the model's KV cache."""
         tables = self.tables or (TableCost(self.block_size, self.token_bytes),)

@@ -6,6 +6,7 @@ Only the executor, the KV transfers and the sessions are simulated; see `engine`
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from ...proto import worker_pb2
@@ -59,7 +60,6 @@ class WorkerSpec:
 
     def info(self, load: worker_pb2.WorkerLoad) -> worker_pb2.WorkerInfo:
         """Returns the worker's entry in the directory."""
-        kv = self.service.kv
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -74,9 +74,14 @@ class WorkerSpec:
             max_sequences=self.pool.budgets.max_sequences,
             mixed_chunk_tokens=self.pool.budgets.mixed_chunk_tokens,
             layout=LAYOUT,
-            tables=[worker_pb2.KvTable(**each._asdict()) for each in kv.tables],
-            has_sparse_points=kv.has_sparse_points,
+            tables=self._tables,
+            has_sparse_points=self.service.kv.has_sparse_points,
         )
+
+    @cached_property
+    def _tables(self) -> list[worker_pb2.KvTable]:
+        """Returns the block tables of each entry, made once: a service has many heartbeats."""
+        return [worker_pb2.KvTable(**each._asdict()) for each in self.service.kv.tables]
 
     @property
     def limits(self) -> WorkerLimits:
