@@ -14,11 +14,11 @@ from ..resume.tokens import ChoiceProgress
 from ..stopping.rules import StopRules
 from .chat_parser import ChatParser
 from .detokenizer import Detokenizer
+from .tool_parser import CALL_ID_BYTES, call_id
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 BROKEN = "the token stream of this request broke"
 _STOP = inference_pb2.FINISH_REASON_STOP
-_CALL_ID_BYTES = 12  # as in tool_parser
 
 
 class ChoiceOutput:
@@ -184,7 +184,7 @@ class ChoiceOutput:
             return
         for index, call in enumerate(calls, self._num_calls):
             name = self._request.resume.answer + bytes((self._number, index))
-            call.id = f"call_{blake2b(name, digest_size=_CALL_ID_BYTES).hexdigest()}"
+            call.id = call_id(blake2b(name, digest_size=CALL_ID_BYTES).digest())
 
     def _add_logprobs(
         self, message: inference_pb2.GenerateResponse, logprobs: Sequence[worker_pb2.TokenScores]

@@ -27,6 +27,7 @@ from .qwen_coder import begins_call, ends_call, find_bare_call, read_call
 _ReadTagged = Callable[[str, Mapping[str, inference_pb2.Tool]], tuple[str, dict[str, Any]]]
 
 _OPEN, _CLOSE = CALL_MARKUP
+CALL_ID_BYTES: Final = 12
 _BETWEEN: Final = ";,"  # Llama models write these between two calls
 _SPACE: Final = " \t\r\n"
 _JSON_MARKS: Final = re.compile(r'\\(?:.|\Z)|["{}]', re.DOTALL)  # an escaped character, or a mark
@@ -339,7 +340,13 @@ def make_call(name: object, arguments: object) -> inference_pb2.ToolCall | None:
     text = json.dumps(arguments, ensure_ascii=False)
     if json_object(text) is None:  # it has NaN, an infinity or a lone surrogate
         return None
-    return inference_pb2.ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=text)
+    random = secrets.token_bytes(CALL_ID_BYTES)
+    return inference_pb2.ToolCall(id=call_id(random), name=name, arguments=text)
+
+
+def call_id(number: bytes) -> str:
+    """Returns the id of a call for CALL_ID_BYTES that no other call has."""
+    return f"call_{number.hex()}"
 
 
 def _ends_in_string(text: str) -> bool:
