@@ -24,9 +24,11 @@ def events(answer: httpx.Response) -> list[Any]:
     return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
 
 
-def named_events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Returns the payloads of a stream whose events have names, as /v1/responses sends them."""
-    return [json.loads(each.partition("data: ")[2]) for each in answer.text.split("\n\n")[:-1]]
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Returns the payloads of a stream, whose events may have names."""
+    assert answer.status_code == 200, answer.text
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
 
 
 def streamed_text(chunks: list[Any], index: int = 0) -> str:

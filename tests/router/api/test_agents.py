@@ -11,6 +11,7 @@ import pytest
 
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.http_bodies import events_of
 from tandem.tests.router.api.weather_tool import HERMES, last_prompt
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
@@ -112,12 +113,6 @@ def model(tokenizer: Tokenizer) -> ServedModel:
 def called(name: str, **arguments: Any) -> str:
     """Returns a call as the model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
 
 
 async def test_codex_cli_calls_each_kind_of_tool(service: Service, http: httpx.AsyncClient) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tandem.proto import inference_pb2, limits
-from tandem.tests.router.api.http_bodies import named_events
+from tandem.tests.router.api.http_bodies import events_of
 from tandem.tests.router.conftest import Service
 from tandem.tests.waits import WAIT
 
@@ -587,9 +587,7 @@ async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> No
                 # A stream of /v1/responses whose prompt is too long begins, and fails at once.
                 assert status == 400
                 expected_status = 200
-                (error,) = (
-                    each["error"] for each in named_events(answer) if each["type"] == "error"
-                )
+                (error,) = (each["error"] for each in events_of(answer) if each["type"] == "error")
             else:
                 error = answer.json().get("error", {"param": None, "message": ""})
             if path.startswith(MESSAGES):  # Anthropic's errors have the field in the message only

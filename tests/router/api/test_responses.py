@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from tandem.proto import errors, limits
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.tests.router.api.http_bodies import named_events
+from tandem.tests.router.api.http_bodies import events_of
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
@@ -234,7 +234,7 @@ async def test_a_stream_of_a_prompt_that_is_too_long_is_a_failed_response(
     answer = await http.post("/v1/responses", json=asked)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
-    events = named_events(answer)
+    events = events_of(answer)
     kinds = ["response.created", "response.in_progress", "error", "response.failed"]
     assert [event["type"] for event in events] == kinds
     failed = events[-1]["response"]
