@@ -134,9 +134,9 @@ def resolve_model(model: str, *, dtype: str = "bfloat16") -> Path:
 
     MODEL: a built-in name, a folder, a GGUF file (converted to weights of `dtype`), or a hub id
     `org/name[@revision]`. The content of the folder is not checked. Raises InvalidArgument for any
-    other text, NotFound for a folder or repository that does not exist, PermissionDenied for a
-    gated one, CheckpointError for a GGUF file that cannot be converted, and Unavailable if it
-    cannot be fetched now.
+    other text and for a repository without safetensors, NotFound for a folder or repository that
+    does not exist, PermissionDenied for a gated one, CheckpointError for a GGUF file that cannot be
+    converted, and Unavailable if it cannot be fetched now.
     """
     if model in BUILT_IN:
         return get_model(model)
