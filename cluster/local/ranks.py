@@ -47,7 +47,8 @@ async def local_ranks(
 def _rank_configs(config: RankConfig, count: int) -> list[RankConfig]:
     """Returns the configurations of ranks 1 and up, each with a GPU of its own.
 
-    Rank 0 is this process, which computes on the first GPU. Raises Unavailable, and ValueError.
+    Rank 0 is this process, which computes on the first GPU. Raises Unavailable for too few
+    GPUs, and ValueError if there is none.
     """
     if config.device != "cuda":
         return [config] * count
