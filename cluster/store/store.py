@@ -51,7 +51,7 @@ LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
 _TOKENIZER_DEADLINE_S: Final = 120.0
 _MAX_TOKENIZERS: Final = 64  # converted tokenizers to keep, of some MB each
 _MAX_CONVERTED: Final = 8  # converted GGUF files to keep
-_GGUF_FORMAT: Final = 6  # version of the conversion; a change makes new folders
+_GGUF_FORMAT: Final = 7  # version of the conversion; a change makes new folders
 
 _HUB_ID = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII
