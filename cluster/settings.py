@@ -217,14 +217,15 @@ SETTINGS: Final = (
         keys=_pools("max_sequences"),
         vllm=("max_num_seqs",),
         kind=int,
-        help="The maximum of sequences in one batch of a worker.",
+        help="The maximum of sequences in one batch of a worker; by default 256, on CPUs 64.",
     ),
     Setting(
         name="chunk_tokens",
         keys=_pools("chunk_tokens"),
         vllm=("max_num_batched_tokens",),
         kind=int,
-        help="The maximum of prompt tokens that a worker computes in one step.",
+        help="The maximum of prompt tokens that a worker computes in one step; by default 2048, on "
+        "CPUs 512, with one thread 128.",
     ),
     Setting(
         name="speculative",
@@ -310,8 +311,8 @@ SETTINGS: Final = (
         keys=("served_model_name",),
         vllm=("served_model_name",),
         kind=list,
-        help="The name under which the model is served. May be given several times; answers have "
-        "the first name.",
+        help="The name under which the model is served, by default the last part of MODEL. May be "
+        "given several times; answers have the first name.",
     ),
     Setting(
         name="name",
@@ -319,7 +320,11 @@ SETTINGS: Final = (
         help="The service's name; services on one cluster need different names.",
     ),
     Setting(
-        name="host", keys=("host",), vllm=("host",), help="The interface that all servers bind."
+        name="host",
+        keys=("host",),
+        vllm=("host",),
+        help="The interface that all servers bind; by default loopback on a local Ray, the node's "
+        "address on a cluster.",
     ),
     Setting(
         name="grpc_port",

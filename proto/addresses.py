@@ -8,8 +8,9 @@ import ipaddress
 import socket
 from typing import Final
 
+TAKEN: Final = "; is it taken?"
 _REASONS: Final = {
-    errno.EADDRINUSE: "; is it taken?",
+    errno.EADDRINUSE: TAKEN,
     errno.EADDRNOTAVAIL: ": this machine has no such interface",
     errno.EACCES: ": this user has no permission; use a port from 1024 up",
     errno.EAFNOSUPPORT: ": this machine has no IPv6",

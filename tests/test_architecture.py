@@ -218,7 +218,10 @@ ARROWS: dict[str, set[str]] = {
             "workers: engine host kv_cache serve tp",
             "workers.model: costs device footprint kv",
         ),
-        "cluster.cli.options": ("cluster: service_url settings text_files", "router.client"),
+        "cluster.cli.options": (
+            "cluster: config service_url settings text_files",
+            "router.client",
+        ),
         "cluster.stop_signals": (),
         "cluster.cli.answers": ("cluster.tables", "router: client telemetry"),
         "cluster.cli.demo": (

@@ -55,8 +55,8 @@ def write_gguf(
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     for key, value in values.items():
-        add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(f"{name}.{key}", value)
+        adders: dict[type, Any] = {bool: writer.add_bool, str: writer.add_string}
+        adders.get(type(value), writer.add_float32)(f"{name}.{key}", value)
     _add_tokenizer(writer, folder, config.vocab_size, pre, control)
     if ends:
         writer.add_array("tokenizer.ggml.eos_token_ids", ends)

@@ -99,7 +99,7 @@ def gptq(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tenso
 
 
 def awq(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    made = rounded(weight, 4, config["group_size"], symmetric=False)
+    made = rounded(weight, 4, config["group_size"], symmetric=not config["zero_point"])
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
         f"{name}.qweight": pack(made.numbers.T, 4, 1, order),
@@ -263,6 +263,7 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     "GPTQ 8 asymmetric": gptq_config(8, 32, sym=False),
     "GPTQ act-order": gptq_config(size=32, sym=False, order=True),
     "AWQ": AWQ,
+    "AWQ symmetric": AWQ | {"zero_point": False},
 }
 DEQUANTISED: Final = {name for name in FORMATS if "act-order" in name}
 """Those that no kernel takes."""

@@ -15,6 +15,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
 from ...router.client.wire import ClientTls, environment_api_key
+from ..config import TandemConfig
 from ..service_url import ServiceAccess
 from ..settings import ALWAYS_ON, SETTINGS, Setting
 from ..text_files import read_text
@@ -164,8 +165,25 @@ def _setting_parameter(setting: Setting) -> inspect.Parameter:
         flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
     flags += _SHORT.get(setting.name, ())
     kind: Any = list[str] if setting.kind is list else setting.kind
-    option = typer.Option(*flags, help=setting.help, show_default=False)
+    option = typer.Option(*flags, help=setting.help + _default_text(setting), show_default=False)
     return _keyword(setting.name, Annotated[kind | None, option], None)
+
+
+def _default_text(setting: Setting) -> str:
+    """Returns the default of a setting as the end of its help.
+
+    The text is empty for a flag that is off and for a default that is no single value, which
+    `setting.help` describes.
+    """
+    section, *names = setting.keys[0].split(".")
+    value: Any = TandemConfig.model_fields[section].default
+    for name in names:
+        value = getattr(value, name)
+    if isinstance(value, bool):
+        return " [default: on]" if value else ""
+    if isinstance(value, float):
+        value = f"{value:g}"
+    return f" [default: {value}]" if isinstance(value, str | int) else ""
 
 
 def _flag(name: str) -> str:

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from ...proto.errors import InvalidArgument
 from ...router.auth.keys import load_keys
 from ...router.client.wire import API_KEY_VARIABLE
 from ...router.watermark.key import read_watermark_key
-from ..config import TandemConfig, load_config
+from ..config import TandemConfig, check_interface, load_config
 from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
 from ..serve.ports import local_host
@@ -102,9 +103,17 @@ def serve(
 def check_config(
     file: Annotated[Path, typer.Argument(help="A YAML file for `tandem serve --config`.")],
 ) -> None:
-    """Check a configuration file without starting anything."""
-    load_config(file)
+    """Check a configuration file without starting anything.
+
+    It does not read key files or the model, and does not try ports.
+    """
+    config = _with_key_of_environment(load_config(file))
+    check_interface(config.auth, config.router.bind or config.host or "127.0.0.1")
     typer.echo(f"{file}: ok")
+    try:
+        config.check_sizes_are_fixed()
+    except InvalidArgument as error:
+        print(f"note: {error}", file=sys.stderr)
 
 
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:

@@ -108,7 +108,7 @@ class LocalEngine:
         """Loads the model in `folder` by `config.decode`; ranks 1 and up are other processes.
 
         Raises the errors of `Worker.start`, Unavailable if another rank does not start, and
-        ValueError for a folder without a tokenizer.
+        ValueError for a folder without a tokenizer and if there is no GPU for the device.
         """
         pool = config.decode
         async with AsyncExitStack() as scope:

@@ -8,8 +8,9 @@
             print(output.prompt, output.outputs[0].text)
 
 The engine, the parameters, their bounds and the tokens are the same as in a service. Errors are
-those in `tandem.errors`. torch is imported when an LLM is made. One file because the methods share
-the engine's thread and event loop.
+those in `tandem.errors`, and for a model that cannot be served CheckpointError, a ValueError. torch
+is imported when an LLM is made. One file because the methods share the engine's thread and event
+loop.
 """
 
 import asyncio
@@ -110,8 +111,8 @@ class LLM:
         A setting that is absent has the default of the configuration of a service.
 
         Raises TypeError for an unknown setting, InvalidArgument for a wrong value and for a setting
-        that only vLLM has, CheckpointError for a wrong folder, NotFound or Unavailable for a model
-        that cannot be fetched.
+        that only vLLM has, CheckpointError (a ValueError) for a model that cannot be served, and
+        the other errors of `resolve_model` for a model that cannot be fetched.
         """
         keys = local_keys(settings)
         for name in settings:

@@ -17,6 +17,7 @@ import torch
 
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
+from ...workers.model.device import check_gpu
 from ...workers.tp.rank import RankConfig
 from ...workers.tp.rank_server import RankServer
 
@@ -31,7 +32,7 @@ async def local_ranks(
     """Yields the addresses of `count` ranks, which wait for rank 0.
 
     They end with the context, and with this process also if it is killed. Raises Unavailable if one
-    does not start, or if there are fewer GPUs than ranks.
+    does not start, or if there are fewer GPUs than ranks, and ValueError if there is no GPU.
     """
     configs = _rank_configs(config, count)
     processes: list[Process] = []
@@ -46,11 +47,14 @@ async def local_ranks(
 def _rank_configs(config: RankConfig, count: int) -> list[RankConfig]:
     """Returns the configurations of ranks 1 and up, each with a GPU of its own.
 
-    Rank 0 is this process, which computes on the first GPU. Raises Unavailable.
+    Rank 0 is this process, which computes on the first GPU. Raises Unavailable for too few
+    GPUs, and ValueError if there is none.
     """
     if config.device != "cuda":
         return [config] * count
     found = torch.cuda.device_count()
+    if not found:
+        check_gpu(config.device)  # tells why
     if found < count + 1:
         raise Unavailable(
             f"device: cuda needs a GPU for each rank, {count + 1} in all, and this process sees "

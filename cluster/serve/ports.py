@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ...proto.addresses import bindable_port, why_not_bound
+from ...proto.addresses import TAKEN, bindable_port, why_not_bound
 from ...proto.errors import InvalidArgument, Unavailable
 from ..config import RouterConfig, TandemConfig, check_interface
 
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _IPV4_IN_IPV6: Final = "::ffff:"
 _MAX_PORT: Final = 65_535
 _MAX_ATTEMPTS: Final = 20  # to find a free port that no other process claims
+_REMEDIES: Final = {  # if a port is taken
+    "status_port": "set status_port to another one",
+    "router.grpc_port": "choose another one (--grpc-port, 0 for a free one)",
+    "router.http_port": "choose another one (--http-port, 0 for a free one)",
+}
 
 
 def listening_children() -> dict[str, psutil.Process]:
@@ -117,7 +122,8 @@ def _check_free(config: TandemConfig, host: str) -> None:
             raise InvalidArgument(f"must differ from status_port, {port}", key)
         interface = (config.router.bind or host) if key.startswith("router.") else host
         if reason := why_not_bound(interface, port):
-            raise Unavailable(f"{key}: {interface}:{port} cannot be bound{reason}")
+            remedy = f" Then {_REMEDIES[key]}" if reason == TAKEN else ""
+            raise Unavailable(f"{key}: {interface}:{port} cannot be bound{reason}{remedy}")
 
 
 async def bind_api_servers(

@@ -33,6 +33,8 @@ from .pooling import write_mode
 
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 """The numbers of layers by which llama.cpp recognizes Gemma 27B."""
+_WITH_FURTHER_BLOCKS: Final = ("qwen35", "qwen35moe")
+"""Architectures whose blocks that predict further tokens (MTP) transformers leaves out."""
 _POOLINGS: Final = {1: "mean", 2: "cls", 3: "lasttoken"}
 """llama.cpp's numbers of poolings; 0 is none, and 4 the head of a model that ranks."""
 _ROPE_FREQS: Final = "rope_freqs.weight"
@@ -48,6 +50,7 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     """
     header = read_gguf_header(gguf)
     check_splitting(header, gguf.name)
+    _check_attention(header, gguf.name)
     with TemporaryDirectory(prefix=".gguf.", dir=out.parent) as folder:
         # transformers prefers files beside a GGUF file to the content of that file.
         alone = Path(folder, gguf.name)
@@ -109,7 +112,10 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
         target["partial_rotary_factor"] = rotated / head_dim
     if base := header.of_model("rope.freq_base"):
         target["rope_theta"] = base
-    kind = header.of_model("rope.scaling.type", "none")
+    # As in llama.cpp: old files have the second name, a factor of 0 stands for none, and a scale
+    # without a type is linear.
+    factor = header.of_model("rope.scaling.factor", header.of_model("rope.scale_linear")) or 1.0
+    kind = header.of_model("rope.scaling.type", "none" if factor == 1.0 else "linear")
     original = header.of_model(
         "rope.scaling.original_context_length", config.max_position_embeddings
     )
@@ -131,8 +137,10 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
             "long_factor": computed,
             "attention_factor": 1.0,
         }
-    elif kind in ("linear", "yarn"):
-        rope = {"rope_type": kind, "factor": header.of_model("rope.scaling.factor", 1.0)}
+    elif kind == "linear":
+        rope = {"rope_type": kind, "factor": factor}
+    elif kind == "yarn":
+        rope = {"rope_type": kind, "factor": factor, **_read_yarn(header, factor, gguf.name)}
     elif kind == "none":
         return
     else:
@@ -146,6 +154,36 @@ def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
         if hasattr(config, "original_max_position_embeddings"):
             config.original_max_position_embeddings = original
     target.update(rope)
+
+
+def _read_yarn(header: GgufHeader, factor: float, name: str) -> dict[str, float]:
+    """Returns the bounds of YaRN. Raises CheckpointError for an unclear factor of attention.
+
+    Some converters write the whole factor of cos and sin, others one beside the factor that YaRN
+    derives. As in llama.cpp, 1 changes nothing; the derived factor is clear as well.
+    """
+    derived = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    field = "rope.scaling.yarn_attn_factor"
+    given = header.of_model(field, 1.0)
+    if not any(math.isclose(given, usual, rel_tol=1e-5) for usual in (1.0, derived)):
+        raise CheckpointError(
+            f"{name}: {header.architecture}.{field}: {given!r:.60} is not supported, only 1 and "
+            f"{derived:.7g}, which follows from the factor {factor!r:.60}"
+        )
+    return {
+        "beta_fast": header.of_model("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": header.of_model("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _check_attention(header: GgufHeader, name: str) -> None:
+    """Raises CheckpointError for a bidirectional model, which transformers would run as causal."""
+    field = "attention.causal"
+    if not header.of_model(field, True):
+        raise CheckpointError(
+            f"{name}: {header.architecture}.{field}: false, attention to later tokens, is not "
+            "supported"
+        )
 
 
 def _restore_attention(config: Any, header: GgufHeader) -> None:
@@ -167,14 +205,19 @@ def _read_factors(gguf: Path, tensor: GgufTensor | None) -> list[float]:
 def _check_size(folder: Path, header: GgufHeader, name: str) -> None:
     """Checks, before the model is built, that its parameters are exactly the numbers of the file.
 
-    transformers ignores tensors that it does not know, and gives missing ones random values.
+    transformers ignores tensors that it does not know, and gives missing ones random values. It
+    leaves out the blocks after the layers of Qwen3.5, which predict further tokens, on purpose.
     """
     config = load_model_config(folder)
     num_parameters = sum(map(math.prod, weight_shapes(config).values()))
+    further: tuple[str, ...] = ()
+    if header.architecture in _WITH_FURTHER_BLOCKS:
+        blocks = range(len(config.layers), header.of_model("block_count"))
+        further = tuple(f"blk.{block}." for block in blocks)
     num_held = sum(
         math.prod(tensor.shape)
         for key, tensor in header.tensors.items()
-        if key not in (_ROPE_FREQS, *_ROPE_FACTORS)
+        if key not in (_ROPE_FREQS, *_ROPE_FACTORS) and not key.startswith(further)
     )
     if num_parameters != num_held:
         raise CheckpointError(

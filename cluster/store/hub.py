@@ -31,6 +31,8 @@ _HASH_BYTES: Final = 2**20
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 # Copies in other formats, which would double the download.
 _UNWANTED: Final = ["*/*.safetensors", "*/*.json", "consolidated*"]
+# Paths that a shell takes as they are: an error shows one of them in a command.
+_GGUF: Final = re.compile(r"\w[\w./-]*\.gguf", re.ASCII)
 
 
 def download_snapshot(repo_id: str, revision: str | None) -> Path:
@@ -38,11 +40,14 @@ def download_snapshot(repo_id: str, revision: str | None) -> Path:
 
     Checks the content of every file against the hash by which the hub stores it. Returns the
     revision in the cache if the hub cannot be reached. Raises NotFound, PermissionDenied (gated),
-    InvalidArgument (invalid name or unknown revision) or Unavailable (unreachable and not in the
-    cache, incomplete, modified, or no room on the disk).
+    InvalidArgument (invalid name, unknown revision, or no safetensors) or Unavailable (unreachable
+    and not in the cache, incomplete, modified, or no room on the disk).
     """
     with _refusals(repo_id, revision):
-        is_unreachable = _is_unreachable(repo_id, revision)
+        names = _file_names(repo_id, revision)
+        is_unreachable = names is None
+        if names:
+            _check_has_weights(repo_id, names)
         folder = snapshot_download(
             repo_id,
             revision=revision,
@@ -76,7 +81,7 @@ def download_config(repo_id: str, revision: str | None) -> Path:
                     repo_id,
                     "config.json",
                     revision=revision,
-                    local_files_only=_is_unreachable(repo_id, revision),
+                    local_files_only=_file_names(repo_id, revision) is None,
                     etag_timeout=ANSWER_DEADLINE_S,
                 )
             )
@@ -84,18 +89,30 @@ def download_config(repo_id: str, revision: str | None) -> Path:
             raise NotFound(f"model: {repo_id} has no config.json on the hub") from error
 
 
-def _is_unreachable(repo_id: str, revision: str | None) -> bool:
-    """Asks the hub once; returns True if it does not answer, or answers that it is down.
+def _file_names(repo_id: str, revision: str | None) -> list[str] | None:
+    """Asks the hub once for the names of the files; returns None if it is down or does not answer.
 
-    The library's downloads would ask again for 23 s and more. They report all other answers.
+    The library's downloads would ask again for 23 s and more. They report all other refusals, for
+    which the list is empty.
     """
     try:
-        HfApi().model_info(repo_id, revision=revision, timeout=ANSWER_DEADLINE_S)
+        info = HfApi().model_info(repo_id, revision=revision, timeout=ANSWER_DEADLINE_S)
     except (httpx2.TransportError, OfflineModeIsEnabled):
-        return True
+        return None
     except HfHubHTTPError as error:
-        return bool(error.response.is_server_error)
-    return False
+        return None if error.response.is_server_error else []
+    return [each.rfilename for each in info.siblings or ()]
+
+
+def _check_has_weights(repo_id: str, names: list[str]) -> None:
+    """Raises InvalidArgument if a repository has no safetensors beside its config.json."""
+    if any(name.endswith(".safetensors") and "/" not in name for name in names):
+        return
+    text = f"{repo_id} has no safetensors weights on the hub"
+    if gguf := next(filter(_GGUF.fullmatch, names), None):
+        command = f"hf download {repo_id} {gguf}"
+        text += f", but GGUF files: `{command}`, for example, prints the path to give"
+    raise InvalidArgument(text, "model")
 
 
 @contextmanager

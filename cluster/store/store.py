@@ -51,7 +51,7 @@ LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
 _TOKENIZER_DEADLINE_S: Final = 120.0
 _MAX_TOKENIZERS: Final = 64  # converted tokenizers to keep, of some MB each
 _MAX_CONVERTED: Final = 8  # converted GGUF files to keep
-_GGUF_FORMAT: Final = 6  # version of the conversion; a change makes new folders
+_GGUF_FORMAT: Final = 7  # version of the conversion; a change makes new folders
 
 _HUB_ID = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII
@@ -134,9 +134,9 @@ def resolve_model(model: str, *, dtype: str = "bfloat16") -> Path:
 
     MODEL: a built-in name, a folder, a GGUF file (converted to weights of `dtype`), or a hub id
     `org/name[@revision]`. The content of the folder is not checked. Raises InvalidArgument for any
-    other text, NotFound for a folder or repository that does not exist, PermissionDenied for a
-    gated one, CheckpointError for a GGUF file that cannot be converted, and Unavailable if it
-    cannot be fetched now.
+    other text and for a repository without safetensors, NotFound for a folder or repository that
+    does not exist, PermissionDenied for a gated one, CheckpointError for a GGUF file that cannot be
+    converted, and Unavailable if it cannot be fetched now.
     """
     if model in BUILT_IN:
         return get_model(model)

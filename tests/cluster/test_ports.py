@@ -1,10 +1,30 @@
-"""Tests the claims of ports."""
+"""Tests the claims of ports, and what is told of a taken one."""
 
 import pytest
 
+from tandem.cluster.config import load_config
 from tandem.cluster.serve import ports
-from tandem.cluster.serve.ports import PortClaim
-from tandem.proto.addresses import bindable_port
+from tandem.cluster.serve.ports import PortClaim, local_host
+from tandem.proto.addresses import bindable_port, listen
+from tandem.proto.errors import Unavailable
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("status_port", "set status_port to another one"),
+        ("router.grpc_port", "choose another one (--grpc-port, 0 for a free one)"),
+        ("router.http_port", "choose another one (--http-port, 0 for a free one)"),
+    ],
+)
+def test_a_taken_port_has_a_remedy(key: str, remedy: str) -> None:
+    free = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable) as refused:
+            local_host(load_config(overrides=free | {key: port}))
+    told = f"{key}: 127.0.0.1:{port} cannot be bound; is it taken? Then {remedy}"
+    assert str(refused.value) == told
 
 
 def test_a_port_has_one_claim() -> None:

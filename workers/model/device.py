@@ -26,6 +26,17 @@ def enter_device(device: torch.device | str) -> None:
         torch.cuda.set_device(device)
 
 
+def check_gpu(device: str) -> None:
+    """Raises ValueError, a one-line message, if `device` is a GPU and this process can use none."""
+    if device == "cpu" or torch.cuda.is_available():
+        return
+    if torch.version.cuda is None:
+        reason = "torch has no CUDA; install it from PyPI, without the index for CPUs"
+    else:
+        reason = "torch finds no GPU; check the driver and CUDA_VISIBLE_DEVICES"
+    raise ValueError(f"device: {device} cannot be used: {reason}")
+
+
 def can_compute_fp8(device: torch.device) -> bool:
     """Returns True if the device has instructions for E4M3, or is no GPU."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

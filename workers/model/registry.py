@@ -199,8 +199,8 @@ def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
     if family is None:
         supported = ", ".join(MODELS)
         raise CheckpointError(
-            f"config.json: architectures: {architecture!r} is not supported by model_impl tandem, "
-            f"only {supported}; model_impl auto may run it"
+            f"config.json: architectures: {architecture!r:.60} is not supported by model_impl "
+            f"tandem, only {supported}; model_impl auto may run it"
         )
     return family
 
@@ -227,8 +227,10 @@ def find_linear_method(
         "tandem.linear_methods", str(format_name)
     )
     if method is None:
+        supported = ", ".join(name for name in LINEAR_METHODS if name not in BITS)
         raise CheckpointError(
-            f"config.json: quantization_config.quant_method: {format_name!r} is not supported"
+            f"config.json: quantization_config.quant_method: {format_name!r:.60} is not supported, "
+            f"only {supported}; use the model's plain checkpoint, which --quantization can round"
         )
 
     def make(name: str) -> LinearMethod:

@@ -18,7 +18,7 @@ from ..host.threads import available_cores, let_others_first
 from ..kv_cache.store import KvStore
 from ..model.checkpoint import Checkpoint
 from ..model.config import ModelConfig
-from ..model.device import enter_device
+from ..model.device import check_gpu, enter_device
 from ..model.footprint import (
     CacheBytes,
     CacheCounts,
@@ -152,13 +152,15 @@ class Rank:
 def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     """Loads this rank: weights, KV memory and the group's connections. Blocks for seconds.
 
-    Checks the model folder, loads this rank's part of the weights, allocates the KV memory,
-    connects the group, and warms up together with it.
+    Checks the device and the model folder, loads this rank's part of the weights, allocates the KV
+    memory, connects the group, and warms up together with it.
 
-    Raises CheckpointError for a bad folder. Raises ValueError if kv_cache_bytes or kv_host_bytes is
-    smaller than a block or does not fit into memory, or if the model cannot be split into
-    group.size parts. Raises RuntimeError if the group's other ranks do not come.
+    Raises CheckpointError for a bad folder. Raises ValueError if there is no GPU for `device`, if
+    kv_cache_bytes or kv_host_bytes is smaller than a block or does not fit into memory, or if the
+    model cannot be split into group.size parts. Raises RuntimeError if the group's other ranks do
+    not come.
     """
+    check_gpu(config.device)
     torch.set_num_threads(config.num_threads or available_cores())
     checkpoint = open_checkpoint(
         Path(config.model),

@@ -5,15 +5,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import tandem
 from tandem.cluster.cli import main, serve
 from tandem.cluster.cli.demo import command as demo
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.settings import SETTINGS
 from tandem.cluster.store import checked
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.tests.imported import imported
@@ -80,6 +84,48 @@ def test_check_config_says_ok(run: Callable[..., Done], tmp_path: Path) -> None:
     path = tmp_path / "good.yaml"
     path.write_text("model: m\n")
     assert run("check-config", str(path)) == (0, f"{path}: ok\n", "")
+
+
+def test_check_config_refuses_an_interface_without_keys(
+    run: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "open.yaml"
+    path.write_text("model: m\nrouter: {bind: 0.0.0.0}\n")
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    code, out, error = run("check-config", str(path))
+    assert (code, out) == (2, "")
+    assert error.startswith("error: host: 0.0.0.0 is not loopback: ")
+    monkeypatch.setenv("TANDEM_API_KEY", "a-key")
+    assert run("check-config", str(path)) == (0, f"{path}: ok\n", "")
+
+
+def test_check_config_notes_what_only_ray_serve_accepts(
+    run: Callable[..., Done], tmp_path: Path
+) -> None:
+    path = tmp_path / "scaled.yaml"
+    path.write_text("model: m\ndecode: {autoscaling: {max_replicas: 2}}\n")
+    code, out, told = run("check-config", str(path))
+    assert (code, out) == (0, f"{path}: ok\n")
+    assert told.startswith("note: autoscaling: needs a configuration of Ray Serve")
+
+
+def test_the_help_of_serve_has_the_default_of_each_setting() -> None:
+    command: Any = typer.main.get_command(main.app)
+    helps = {option.name: option.help for option in command.commands["serve"].params}
+    config = TandemConfig(model="m")
+    for setting in SETTINGS:
+        default, *others = (attrgetter(key)(config) for key in setting.keys)
+        assert all(each == default for each in others), setting.name  # the help has one
+        is_told = isinstance(default, str | int | float) and default is not False
+        assert ("[default: " in helps[setting.name]) == is_told, setting.name
+    for name, text in (
+        ("http_port", "8080"),
+        ("tp", "1"),
+        ("device", "cpu"),
+        ("gpu_memory_utilization", "0.9"),
+        ("prefix_caching", "on"),
+    ):
+        assert helps[name].endswith(f" [default: {text}]")
 
 
 def test_check_config_tells_each_mistake_in_a_line(

@@ -423,4 +423,7 @@ def test_a_taken_port_is_named(serving: Callable[..., Serving]) -> None:
         service = serving("--grpc-port", str(port))
         out, err = service.process.communicate(timeout=WAIT)
     assert (service.process.returncode, out) == (1, "")
-    assert f"error: router.grpc_port: 127.0.0.1:{port} cannot be bound; is it taken?\n" in err
+    assert (
+        f"error: router.grpc_port: 127.0.0.1:{port} cannot be bound; is it taken? Then choose "
+        "another one (--grpc-port, 0 for a free one)\n"
+    ) in err

@@ -41,6 +41,15 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         _rank_configs(config, 3)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_without_a_gpu_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    config = RankConfig(model="m", identity=PeerIdentity.generate(), device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^device: cuda cannot be used: torch "):
+        _rank_configs(config, count)
+
+
 def test_ranks_on_cpus_have_one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = RankConfig(model="m", identity=PeerIdentity.generate())

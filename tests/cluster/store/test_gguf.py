@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    LlamaConfig,
     Phi3Config,
     Starcoder2Config,
 )
@@ -37,7 +39,7 @@ from typer.testing import CliRunner
 from tandem import LLM, SamplingParams
 from tandem.cluster.cli.main import app
 from tandem.cluster.store import folders, gguf_convert, store
-from tandem.cluster.store.gguf_header import GgufHeader, read_gguf_header
+from tandem.cluster.store.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from tandem.cluster.store.gguf_tokenizer import restore_tokenizer
 from tandem.cluster.store.pooling import pooling_rules
 from tandem.cluster.store.store import resolve_model
@@ -48,6 +50,7 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_gguf import write_gguf
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference_greedy
 from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.loader import weight_shapes
 from tandem.workers.model.registry import load_model_config
 
 NUM_TOKENS = 24
@@ -210,16 +213,76 @@ def test_what_lies_beside_a_file_does_not_count(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
-def test_scaled_rotary_embeddings_are_not_lost(tmp_path: Path) -> None:
+YARN: dict[str, str | float] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+BETAS: dict[str, str | float] = {
+    "rope.scaling.yarn_beta_fast": 16.0,
+    "rope.scaling.yarn_beta_slow": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (YARN | BETAS, ("yarn", 4.0, 2048, 16.0, 2.0)),
+        ({"rope.scale_linear": 4.0}, ("linear", 4.0, 0, 32.0, 1.0)),
+    ],
+)
+def test_scaled_rotary_embeddings_are_not_lost(
+    tmp_path: Path, values: dict[str, str | float], expected: tuple[object, ...]
+) -> None:
     """transformers drops them: a model of 131,072 tokens would then know 8,192."""
-    yarn: dict[str, str | float] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
-    file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf", values=yarn)
+    file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf", values=values)
     out = tmp_path / "out"
     out.mkdir()
     gguf_convert.convert(file, out, "float32")
     (rope, _) = load_model_config(out).ropes
     assert rope is not None
-    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 2048)
+    found = (rope.kind, rope.factor, rope.original_max_position, rope.beta_fast, rope.beta_slow)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, ("default", None)),
+        ({"rope.scaling.factor": 4.0}, ("linear", 4.0)),
+        ({"rope.scaling.factor": 2.0, "rope.scale_linear": 4.0}, ("linear", 2.0)),
+        ({"rope.scaling.factor": 0.0}, ("default", None)),
+        ({"rope.scale_linear": 1.0}, ("default", None)),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, ("linear", 1.0)),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, ("default", None)),
+        (YARN | {"rope.scaling.yarn_attn_factor": 1.0}, ("yarn", 4.0)),
+        (YARN | {"rope.scaling.yarn_attn_factor": 1.1386294}, ("yarn", 4.0)),  # 1 + 0.1 ln 4
+    ],
+)
+def test_a_scale_without_a_type_is_linear(
+    values: dict[str, str | float], expected: tuple[str, float | None]
+) -> None:
+    """As in llama.cpp, which also reads the older of two names."""
+    config: Any = LlamaConfig()
+    gguf_convert._restore_rope(config, made_header("llama", **values), Path("x.gguf"))
+    rope = config.rope_parameters
+    assert (rope["rope_type"], rope.get("factor")) == expected
+
+
+def test_an_unclear_factor_of_attention_is_refused() -> None:
+    header = made_header("llama", **YARN, **{"rope.scaling.yarn_attn_factor": 0.8})
+    reason = (
+        r"^x\.gguf: llama\.rope\.scaling\.yarn_attn_factor: 0\.8 is not supported, only 1 and "
+        r"1\.138629, which follows from the factor 4\.0$"
+    )
+    with pytest.raises(CheckpointError, match=reason):
+        gguf_convert._restore_rope(LlamaConfig(), header, Path("x.gguf"))
+
+
+def test_a_bidirectional_model_is_refused(tmp_path: Path) -> None:
+    """transformers would run it as causal, and its embeddings would be wrong."""
+    folder = make_tiny_model(tmp_path / "model")
+    file = write_gguf(folder, tmp_path / "x.gguf", values={"attention.causal": False})
+    (tmp_path / "out").mkdir()
+    reason = r"^x\.gguf: llama\.attention\.causal: false, attention to later tokens, is not support"
+    with pytest.raises(CheckpointError, match=reason):
+        gguf_convert.convert(file, tmp_path / "out", "float32")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +342,7 @@ def test_the_pooling_of_embeddings_is_not_lost(tmp_path: Path, number: int, mode
     assert pooling_rules(out) == PoolingRules(mode=mode)
 
 
-def made_header(architecture: str, **values: float) -> GgufHeader:
+def made_header(architecture: str, **values: str | float) -> GgufHeader:
     named = {f"{architecture}.{name.replace('__', '.')}": each for name, each in values.items()}
     return GgufHeader(values={"general.architecture": architecture} | named, tensors={})
 
@@ -451,6 +514,31 @@ def test_a_file_with_tensors_that_transformers_drops_is_refused(tmp_path: Path) 
         match=r"^x.gguf: tensors: hold \d+ numbers; LlamaForCausalLM of transformers has",
     ):
         gguf_convert.convert(file, tmp_path / "out", "float32")
+
+
+def test_only_blocks_that_predict_further_tokens_may_be_left_out(tmp_path: Path) -> None:
+    """transformers gives Qwen3.5 one layer less than the file has blocks."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3_5")
+    config = load_model_config(folder)
+    num_layers = len(config.layers)
+    sizes = {
+        "token_embd.weight": sum(map(math.prod, weight_shapes(config).values())),
+        f"blk.{num_layers}.attn_q.weight": 64,
+        f"blk.{num_layers}.nextn.eh_proj.weight": 128,
+    }
+
+    def header(architecture: str, **more: int) -> GgufHeader:
+        tensors = {
+            name: GgufTensor(kind=0, shape=(size,), begin=0, end=4 * size)
+            for name, size in (sizes | more).items()
+        }
+        values = made_header(architecture, block_count=num_layers + 1).values
+        return GgufHeader(values=values, tensors=tensors)
+
+    gguf_convert._check_size(folder, header("qwen35"), "x.gguf")
+    for refused in (header("qwen35", **{"blk.0.nextn.eh_proj.weight": 128}), header("qwen3")):
+        with pytest.raises(CheckpointError, match=r"^x\.gguf: tensors: hold"):
+            gguf_convert._check_size(folder, refused, "x.gguf")
 
 
 def text(value: str | bytes) -> bytes:

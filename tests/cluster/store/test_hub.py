@@ -221,6 +221,35 @@ def test_a_refusal_ends_in_one_line(
     assert "secrets" not in failure.value.message
 
 
+@pytest.mark.parametrize(
+    ("added", "advice"),
+    [
+        ([], ""),
+        (["tiny; ls.gguf"], ""),  # not a name for a command that is copied
+        (
+            ["BF16/tiny.gguf", "tiny-Q4_0.gguf"],
+            ", but GGUF files: `hf download org/tiny BF16/tiny.gguf`, for example, prints the path "
+            "to give",
+        ),
+    ],
+)
+def test_a_repository_without_safetensors_is_refused_before_the_download(
+    hub: ThreadingHTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    added: list[str],
+    advice: str,
+) -> None:
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        monkeypatch.delitem(FILES, name)
+    for name in added:
+        monkeypatch.setitem(FILES, name, b"GGUF")
+    with pytest.raises(InvalidArgument) as refused:
+        resolve_model("org/tiny")
+    assert str(refused.value) == f"model: org/tiny has no safetensors weights on the hub{advice}"
+    assert not (tmp_path / "hub").exists()
+
+
 @pytest.mark.parametrize("resolve", [resolve_model, resolve_config])
 @pytest.mark.parametrize("revision", ["", f"@{SHA}"])
 def test_without_a_hub_a_hub_id_ends_in_one_line_without_waiting_to_ask_again(

@@ -29,6 +29,7 @@ from tandem.tests.workers.model.test_exact import cut, logits_by_position
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.tests.workers.model.test_programs import step_logits
 from tandem.workers.model import registry
+from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.kernels.c import cpu
 from tandem.workers.model.layers.rotary import RotaryEmbedding
 from tandem.workers.model.models import llama
@@ -258,6 +259,18 @@ def quantise_experts(folder: Path) -> None:
     config = folder / "config.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps(fields | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def test_nan_among_scales_in_mxfp4_is_refused(tmp_path: Path) -> None:
+    """Byte 255, by the definition of the format."""
+    folder = make_tiny_model(tmp_path, "gpt_oss", intermediate_size=64)
+    quantise_experts(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.experts.down_proj_scales"][0, 0, 0] = 255
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    reason = r"0\.mlp\.experts\.down_proj_scales: must have numbers from 0 to 254"
+    with pytest.raises(CheckpointError, match=reason):
+        load(folder)
 
 
 LONG = {

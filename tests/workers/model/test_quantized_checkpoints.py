@@ -262,6 +262,11 @@ W4, GPTQ = FORMATS["W4A16 64"], FORMATS["GPTQ act-order"]
         ),
         (AWQ, lambda tensors: tensors.pop(f"{DOWN}.scales"), f"{DOWN}.scales: missing"),
         (
+            AWQ | {"zero_point": False},
+            lambda tensors: tensors.pop(f"{DOWN}.qzeros"),
+            f"{DOWN}.qzeros: missing",
+        ),
+        (
             AWQ,
             lambda tensors: tensors.update(
                 {f"{DOWN}.qzeros": tensors[f"{DOWN}.qzeros"].t().contiguous()}
@@ -296,7 +301,11 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method: 'bitsandbytes' is not supported"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method: 'bitsandbytes' is not supported, only compressed-tensors, gptq, awq, ",
+        ),
+        ({"quant_method": "x" * 999}, f"quant_method: '{'x' * 59} is not supported, only "),
         (
             W4 | {"format": "marlin-24"},
             "format: 'marlin-24' is not supported, only pack-quantized, ",
@@ -347,7 +356,6 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
             "bits: 3 is not supported, only 4 and 8",
         ),
         (AWQ | {"version": "gemv"}, "version: 'gemv' is not supported, only 'gemm'"),
-        (AWQ | {"zero_point": False}, "zero_point: must be true"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size: must be two integers above 0"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4"},

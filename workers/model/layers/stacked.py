@@ -6,7 +6,7 @@ import torch
 
 from ..module import Module, Parameter, WeightSlice
 from ..quant.base import LinearMethod
-from ..quant.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
+from ..quant.mxfp4 import BLOCK, BLOCK_BYTES, NAN, dequantize
 from ..quant.unquantized import UnquantizedLinearMethod
 from .linear import BuildOptions
 
@@ -50,7 +50,9 @@ class StackedMap(Module):
                 WeightSlice(f"{name}_blocks", (*shape, BLOCK_BYTES), part), dtype=torch.uint8
             )
             self.blocks.num_bytes = 2 * self.blocks.data.numel() * build.dtype.itemsize
-            self.scales = Parameter(WeightSlice(f"{name}_scales", shape, part), dtype=torch.uint8)
+            self.scales = Parameter(
+                WeightSlice(f"{name}_scales", shape, part, below=NAN), dtype=torch.uint8
+            )
             self.scales.num_bytes = 0
         else:
             shape = (num_experts, inputs, outputs)

@@ -166,7 +166,9 @@ def parse_granite_hybrid_config(fields: Fields) -> ModelConfig:
     kinds = [_KINDS[kind] for kind in parse_layer_kinds(fields, _KINDS)]
     position = fields.text("position_embedding_type", "nope")
     if position not in ("rope", "nope"):
-        raise fields.error("position_embedding_type", f"{position!r} is not supported, only rope")
+        raise fields.error(
+            "position_embedding_type", f"{position!r:.60} is not supported, only rope"
+        )
     rope = parse_rope(fields) if position == "rope" else None
     mamba2 = _parse_mamba2(fields)
     states = mamba2_states(mamba2)

@@ -153,7 +153,7 @@ def parse_nemotron_h_config(fields: Fields) -> ModelConfig:
     )
     activation = fields.text("mlp_hidden_act", "relu2")
     if activation != "relu2":
-        raise fields.error("mlp_hidden_act", f"{activation!r} is not supported, only relu2")
+        raise fields.error("mlp_hidden_act", f"{activation!r:.60} is not supported, only relu2")
     mamba2 = _parse_mamba2(fields, config)
     attention = config.layers[0]
     nothing = replace(attention, num_kv_heads=0)
@@ -213,7 +213,7 @@ def _parse_experts(fields: Fields, kinds: list[str]) -> ExpertsConfig:
 def _parse_mamba2(fields: Fields, config: ModelConfig) -> Mamba2Config:
     activation = fields.text("mamba_hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.error("mamba_hidden_act", f"{activation!r} is not supported, only silu")
+        raise fields.error("mamba_hidden_act", f"{activation!r:.60} is not supported, only silu")
     num_heads = fields.integer("mamba_num_heads", 128)
     bias = fields.boolean("use_bias", False)
     limits = "mamba_dt_limit" if fields.has("mamba_dt_limit") else "time_step_limit"

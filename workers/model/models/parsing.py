@@ -43,7 +43,7 @@ def parse_decoder_config(
     """
     if (name := fields.text(*activation)) not in _ACTIVATIONS:
         raise fields.error(
-            activation[0], f"{name!r} is not supported, only {', '.join(_ACTIVATIONS)}"
+            activation[0], f"{name!r:.60} is not supported, only {', '.join(_ACTIVATIONS)}"
         )
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -182,7 +182,7 @@ def parse_rope(
     if kind not in parsers:
         raise rope.error(
             "rope_type",
-            f"{kind!r} is not supported, only default, linear, dynamic, {', '.join(parsers)}",
+            f"{kind!r:.60} is not supported, only default, linear, dynamic, {', '.join(parsers)}",
         )
     return parsers[kind](rope, theta, original, max_position, rotated)
 
@@ -221,7 +221,7 @@ def parse_dtype(fields: Fields) -> str:
         return parse_dtype(text_fields(fields))
     dtype = fields.text(name, "float32")
     if dtype not in ("float32", "bfloat16", "float16"):
-        raise fields.error(name, f"{dtype!r} is not supported, only float32, bfloat16, float16")
+        raise fields.error(name, f"{dtype!r:.60} is not supported, only float32, bfloat16, float16")
     return dtype
 
 

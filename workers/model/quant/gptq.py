@@ -71,8 +71,7 @@ def awq_method(quantization: Mapping[str, Any], name: str) -> LinearMethod:
     group_size = _group_size(fields)
     if (version := fields.text("version", "gemm").lower()) != "gemm":
         raise fields.error("version", f"{version!r:.60} is not supported, only 'gemm'")
-    if not fields.boolean("zero_point", True):
-        raise fields.error("zero_point", "must be true")
+    symmetric = not fields.boolean("zero_point", True)
     if is_plain(fields, name):
         return UnquantizedLinearMethod()
     return StoredLinearMethod(
@@ -82,7 +81,7 @@ def awq_method(quantization: Mapping[str, Any], name: str) -> LinearMethod:
             decode=decode_awq,
             group_size=group_size,
             bits=bits,
-            symmetric=False,
+            symmetric=symmetric,
         )
     )
 

@@ -9,6 +9,7 @@ import torch
 
 BLOCK: Final = 32  # numbers
 BLOCK_BYTES: Final = 16
+NAN: Final = 255  # as an exponent
 
 _VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS: Final = 127
