@@ -779,6 +779,38 @@ def test_schemas_without_a_type_of_their_own(schema: dict[str, Any], expected: o
     assert coder_argument(parameters) == expected
 
 
+NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
+
+
+@pytest.mark.parametrize("text", ["null", "None", "\nnull\n"])
+@pytest.mark.parametrize(
+    ("schema", "is_null"),
+    [
+        (NULLABLE, True),
+        ({"oneOf": NULLABLE["anyOf"]}, True),
+        ({"allOf": [NULLABLE]}, True),
+        ({"type": ["string", "null"]}, True),
+        ({"type": "string", "nullable": True}, True),
+        ({"enum": ["a", None]}, True),
+        ({"anyOf": [STRING, {"const": None}]}, True),
+        ({"$ref": "#/$defs/optional"}, True),
+        ({"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/optional"}]}, True),
+        ({"$ref": "#/$defs/loop"}, False),
+        ({"type": "string", "nullable": False}, False),
+        ({"enum": ["a", "b"]}, False),
+        (STRING, False),
+        ({}, False),
+    ],
+)
+def test_a_null_is_no_text_if_the_schema_names_null(
+    schema: dict[str, Any], is_null: bool, text: str
+) -> None:
+    definitions = {"optional": NULLABLE, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, STRING]}}
+    parameters = {"properties": {"a": schema}, "$defs": definitions}
+    assert coder_argument(parameters, text) == (None if is_null else text.strip())
+    assert coder_argument(parameters, "no") == "no"
+
+
 def test_references_of_whole_schemas() -> None:
     arguments = {"properties": {"a": INTEGER}}
     assert coder_argument({"$ref": "#/$defs/arguments", "$defs": {"arguments": arguments}}) == 3
