@@ -107,11 +107,14 @@ class ChatParser:
             return self._with_tool_calls(ChatDelta(text=text))
         return self._split(self._regions.feed(text), is_last=False)
 
-    def finish(self) -> ChatDelta:
-        """Returns the parts that were held back at the end of the answer."""
+    def finish(self, *, is_cut: bool) -> ChatDelta:
+        """Returns the parts that were held back at the end of the answer.
+
+        `is_cut`: the model would have written more. A call without a body is text then.
+        """
         rest = ChatDelta()
         if self._regions is not None:
-            rest = self._split(self._regions.finalize()[1], is_last=True)
+            rest = self._split(self._regions.finalize()[1], is_last=True, is_cut=is_cut)
         if self._tool_parser is None:
             return rest
         text, calls = self._tool_parser.finish()
@@ -119,7 +122,9 @@ class ChatParser:
             text=rest.text + text, reasoning=rest.reasoning, calls=(*rest.calls, *calls)
         )
 
-    def _split(self, events: Sequence[Mapping[str, Any]], *, is_last: bool) -> ChatDelta:
+    def _split(
+        self, events: Sequence[Mapping[str, Any]], *, is_last: bool, is_cut: bool = False
+    ) -> ChatDelta:
         self._note(events)
         content: list[str] = []
         reasoning: list[str] = []
@@ -131,7 +136,8 @@ class ChatParser:
                 case "region_chunk", "reasoning":
                     reasoning.append(event["text"])
                 case "region_close", "tool_calls":
-                    found = self._read(event["value"])
+                    is_begun = is_cut and not event["value"]["body"].strip()
+                    found = [] if is_begun else self._read(event["value"])
                     calls += found
                     if not found:  # no valid call: it is text
                         end = "" if is_last else self._end

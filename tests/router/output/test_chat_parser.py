@@ -484,8 +484,8 @@ def tokenizer_of(template: str) -> Tokenizer:
     return byte_tokenizer(chat_template=template)
 
 
-def read(reader: ChatParser, pieces: list[str]) -> Read:
-    parts = [*(reader.push(piece) for piece in pieces), reader.finish()]
+def read(reader: ChatParser, pieces: list[str], *, is_cut: bool = False) -> Read:
+    parts = [*(reader.push(piece) for piece in pieces), reader.finish(is_cut=is_cut)]
     calls = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
     return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls
 
@@ -536,6 +536,17 @@ def test_a_call_of_qwen_coder_ends_the_reasoning(end: str) -> None:
                 assert (calls, CODER in text + reasoning) == ([], True)
     hermes_too = read(parser(THINK + SIGNS["hermes"], chat()), [f"{thought}{CODER}"])
     assert hermes_too == ("", thought.removeprefix("<think>") + CODER, [])
+
+
+def test_a_call_that_is_cut_after_its_header_is_text() -> None:
+    for pieces in ([COMMENTARY], list(COMMENTARY)):
+        cut, whole = (
+            read(parser(SIGNS["openai"], chat()), pieces, is_cut=is_cut) for is_cut in (True, False)
+        )
+        assert cut == (COMMENTARY, "", [])
+        assert whole == ("", "", [("weather", {})])
+    answer = f"{COMMENTARY}{CITY}"
+    assert read(parser(SIGNS["openai"], chat()), [answer], is_cut=True) == ("", "", ONE)
 
 
 OPENINGS = (
