@@ -136,6 +136,8 @@ _FIRST_THINK: Final = rf"\A{_SPACE}<think>\n?"
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
 _MESSAGE: Final = rf"{_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>"
+# gpt-oss leaves out `functions.` now and then. A result of a tool is to the assistant.
+_RECIPIENT: Final = r"(?!assistant[\s<])(?:functions\.)?+"
 _HARMONY: Final = (
     "<|start|>",
     "<|channel|>",
@@ -285,7 +287,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<|channel|>analysis",),
         markup=_HARMONY,
         fields=_calls(
-            rf"{_TURN}{_CHANNEL}{_SPACE}to=functions\.(?P<name>{CALLED_NAME}){_SPACE}"
+            rf"{_TURN}{_CHANNEL}{_SPACE}to={_RECIPIENT}(?P<name>{CALLED_NAME}){_SPACE}"
             rf"{_CHANNEL}{_SPACE}(?:<\|constrain\|>)?(?:json|code)?{_SPACE}<\|message\|>",
             "<|call|>",
             "<|end|>",

@@ -146,6 +146,29 @@ CALLS: list[tuple[str, str, Read]] = [
     ("openai", f"{COMMENTARY}<|call|>", ("", "", [("weather", {})])),
     ("openai", f"{COMMENTARY} \n<|call|>", ("", "", [("weather", {})])),
     ("openai", f"{COMMENTARY}null<|call|>", ("", "", [("weather", {})])),
+    *(  # without `functions.`
+        ("openai", f"{header}<|message|>{CITY}<|call|>", ("", "", ONE))
+        for header in (
+            "<|channel|>commentary to=weather <|constrain|>json",
+            "<|start|>assistant<|channel|>analysis to=weather code",
+            "<|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json",
+            " to=weather<|channel|>commentary json",
+        )
+    ),
+    (
+        "openai",
+        "<|channel|>commentary to=assistant_2<|message|>{}<|call|>",
+        ("", "", [("assistant_2", {})]),
+    ),
+    *(
+        ("openai", text, (text, "", []))
+        for text in (
+            "<|channel|>commentary to=assistant <|message|>{}<|call|>",
+            "<|channel|>commentary to=functions.<|message|>{}<|call|>",
+            "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+            "Go to=weather, then",
+        )
+    ),
     ("openai", "no channel", ("no channel", "", [])),
     ("mistral", f"[TOOL_CALLS]{LIST}", ("", "", TWO)),
     ("mistral", f"I look.[TOOL_CALLS] {LIST}", ("I look.", "", TWO)),
