@@ -21,13 +21,15 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools
 from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
-from . import invocations, qwen_coder
+from . import glm_calls, invocations, qwen_coder
 from .gemma_calls import read_call as read_gemma_call
 from .python_calls import read_calls
 from .tool_parser import make_call, parser_for
 
 _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "seed_oss": ("<seed:think>", "<seed:think><seed:cot_budget_reflect>"),
+    "longcat": ("<longcat_think>",),
+    "hy_v3": tuple(text for text in REASONING_FORMATS["hy_v3"].markup if "/" not in text),
     "apertus": ("<|inner_prefix|>",),
     "qwen3": ("<think>",),
     "mistral": ("[THINK]",),
@@ -304,6 +306,7 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "olmo3": _or_listed(read_calls),
     "pythonic": _or_listed(read_calls),
     "apertus": _apertus,
+    "internlm": _listed,
     "jamba": _listed,
     "hunyuan_a13b": _listed,
     "minimax": _listed,
@@ -314,6 +317,9 @@ _TaggedReader = Callable[[str, Mapping[str, inference_pb2.Tool]], Sequence[tuple
 _TAGGED_READERS: Final[Mapping[str, _TaggedReader]] = {
     "seed_oss": lambda body, tools: [qwen_coder.read_call(body, tools)],
     "minimax_m2": invocations.read_calls,
+    "longcat": lambda body, tools: [glm_calls.read_longcat_call(body, tools)],
+    "hy_v3": glm_calls.read_hy_calls,
+    "hy_v4": glm_calls.read_hy_calls,
     "deepseek_v32": invocations.read_calls,
 }
 """By format whose arguments are texts between tags: as `_READERS`, with the tools by name."""
