@@ -29,9 +29,12 @@ ToolCallParserName = Literal[
     "pythonic",
     "seed_oss",
     "minimax_m2",
+    "longcat",
     "deepseek_v32",
     "olmo3",
     "apertus",
+    "hy_v3",
+    "hy_v4",
     "jamba",
     "hunyuan_a13b",
     "minimax",
@@ -51,12 +54,15 @@ ToolCallParserName = Literal[
     "granite",
     "cohere_command3",
     "lfm2",
+    "internlm",
     "llama3_json",
 ]
 ReasoningParserName = Literal[
     "auto",
     "none",
     "seed_oss",
+    "longcat",
+    "hy_v3",
     "apertus",
     "granite",
     "qwen3",
@@ -136,6 +142,8 @@ _FIRST_THINK: Final = rf"\A{_SPACE}<think>\n?"
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
 _MESSAGE: Final = rf"{_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>"
+# gpt-oss leaves out `functions.` now and then. A result of a tool is to the assistant.
+_RECIPIENT: Final = r"(?!assistant[\s<])(?:functions\.)?+"
 _HARMONY: Final = (
     "<|start|>",
     "<|channel|>",
@@ -163,6 +171,10 @@ DSML: Final = "｜DSML｜"
 """The mark in the tags of DeepSeek V3.2; a special token of its own."""
 
 _DSML_CALLS: Final = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
+_HY_SUFFIXES: Final = (":opensource", ":6124c78e", "")  # of the tags, by checkpoint
+HY_SUFFIX: Final = f"(?:{'|'.join(_HY_SUFFIXES)})"
+"""The pattern of what ends the names of the tags of Hunyuan 3 and 4."""
+
 _APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
 _LIST_BETWEEN: Final = (", ",)
 # An answer bound to JSON may begin with the same texts as a call in JSON, so these are separate as
@@ -179,16 +191,38 @@ _PYTHONIC: Final = (
 )
 
 
-def _listed_calls(signs: tuple[str, ...], begin: str, end: str) -> ChatFormat:
+def _listed_calls(
+    signs: tuple[str, ...], begin: str, end: str, ends_reasoning: str = ""
+) -> ChatFormat:
     """Returns the format of calls in tags, of which a demanded one is written in a JSON list."""
     return ChatFormat(
         signs=signs,
         markup=(begin, end),
         fields=_calls(re.escape(begin), end),
         grammar=CallGrammar(begin=(begin, "["), between=_LIST_BETWEEN, end=("]", end)),
+        ends_reasoning=ends_reasoning,
     )
 
 
+def _hy_tags(*names: str) -> tuple[str, ...]:
+    return tuple(
+        f"<{slash}{name}{suffix}>"
+        for name in names
+        for slash in ("", "/")
+        for suffix in _HY_SUFFIXES
+    )
+
+
+_HY: Final = ChatFormat(  # calls end the answer; a demanded one is written in a JSON list
+    signs=("<tool_sep>", "<arg_key{}>", *(f"<arg_key{suffix}>" for suffix in _HY_SUFFIXES[:-1])),
+    markup=_hy_tags("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value"),
+    fields=_calls(rf"<tool_calls{HY_SUFFIX}>(?={_SPACE}(?:\[|<tool_call{HY_SUFFIX}>))"),
+    grammar=CallGrammar(begin=("<tool_calls>", "["), between=_LIST_BETWEEN, end=("]",)),
+    ends_reasoning=(
+        rf"<tool_calls{HY_SUFFIX}>{_SPACE}<tool_call{HY_SUFFIX}>{_SPACE}{CALLED_NAME}{_SPACE}"
+        rf"<(?:tool_sep|arg_key){HY_SUFFIX}>"
+    ),
+)
 _TOOL_CALLS: Final = _listed_calls(("<tool_calls>",), "<tool_calls>", "</tool_calls>")
 
 CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
@@ -203,14 +237,29 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
             end=("]",),
         ),
     ),
-    "seed_oss": _listed_calls(("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>"),
+    "seed_oss": _listed_calls(
+        ("<seed:tool_call>",),
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        rf"<seed:tool_call>{_SPACE}<function=",
+    ),
     "minimax_m2": _listed_calls(
-        ("<minimax:tool_call>",), "<minimax:tool_call>", "</minimax:tool_call>"
+        ("<minimax:tool_call>",),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        rf"<minimax:tool_call>{_SPACE}<invoke name=",
+    ),
+    "longcat": _listed_calls(
+        ("<longcat_tool_call>",),
+        "<longcat_tool_call>",
+        "</longcat_tool_call>",
+        rf"<longcat_tool_call>{_SPACE}(?:\{{|{CALLED_NAME}{_SPACE}<longcat_arg_key>)",
     ),
     "deepseek_v32": ChatFormat(
         signs=(DSML,),
         markup=(DSML,),
         fields=_calls(*_DSML_CALLS),
+        ends_reasoning=_DSML_CALLS[0],
         grammar=CallGrammar(
             begin=("<", DSML, "function_calls>", "["),
             between=_LIST_BETWEEN,
@@ -230,6 +279,8 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
             end=("]", _APERTUS[1]),
         ),
     ),
+    "hy_v3": _HY,
+    "hy_v4": _HY,
     "jamba": _TOOL_CALLS,
     "hunyuan_a13b": _TOOL_CALLS,
     "minimax": _TOOL_CALLS,
@@ -237,6 +288,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<arg_key>",),
         markup=CALL_MARKUP,
         grammar=_HERMES_GRAMMAR,
+        ends_reasoning=rf"<tool_call>{_SPACE}{CALLED_NAME}{_SPACE}<arg_key>",
     ),
     "qwen3_coder": ChatFormat(  # a demanded call is written in Hermes's format
         signs=("<function=",),
@@ -250,6 +302,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("tool['type'] + '<｜tool▁sep｜>'",),
         markup=_DEEPSEEK,
         fields=_calls(_DEEPSEEK[0], _DEEPSEEK[-1]),
+        ends_reasoning=_DEEPSEEK[0],
         grammar=CallGrammar(
             begin=_DEEPSEEK[:1],
             head=(_DEEPSEEK[1], "function", _DEEPSEEK[2], "%s\n```json\n"),
@@ -262,6 +315,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=_DEEPSEEK[:1],
         markup=_DEEPSEEK,
         fields=_calls(_DEEPSEEK[0], _DEEPSEEK[-1]),
+        ends_reasoning=_DEEPSEEK[0],
         grammar=CallGrammar(
             begin=_DEEPSEEK[:1],
             head=(_DEEPSEEK[1], "%s", _DEEPSEEK[2]),
@@ -273,6 +327,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=_KIMI[:1],
         markup=_KIMI,
         fields=_calls(r"<\|tool_calls_section_begin\|>", _KIMI[-1]),
+        ends_reasoning=r"<\|tool_calls_section_begin\|>",
         grammar=CallGrammar(
             begin=_KIMI[:1],
             head=(_KIMI[1], "functions.%s:0", _KIMI[2]),
@@ -285,7 +340,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<|channel|>analysis",),
         markup=_HARMONY,
         fields=_calls(
-            rf"{_TURN}{_CHANNEL}{_SPACE}to=functions\.(?P<name>{CALLED_NAME}){_SPACE}"
+            rf"{_TURN}{_CHANNEL}{_SPACE}to={_RECIPIENT}(?P<name>{CALLED_NAME}){_SPACE}"
             rf"{_CHANNEL}{_SPACE}(?:<\|constrain\|>)?(?:json|code)?{_SPACE}<\|message\|>",
             "<|call|>",
             "<|end|>",
@@ -328,6 +383,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<|tool_call>",),
         markup=("<|tool_call>", "<tool_call|>", '<|"|>'),
         fields=_calls(r"<\|tool_call>", "<tool_call|>"),
+        ends_reasoning=r"<\|tool_call>",
     ),
     "phi4_mini_json": ChatFormat(
         signs=("<|/tool|>", "<|/tool_call|>"),
@@ -359,6 +415,16 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         "<|tool_call_start|>",
         "<|tool_call_end|>",
     ),
+    "internlm": ChatFormat(
+        signs=("<|action_start|>",),
+        markup=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+        fields=_calls(rf"<\|action_start\|>{_SPACE}<\|plugin\|>", "<|action_end|>"),
+        grammar=CallGrammar(
+            open=("<|action_start|>", "<|plugin|>", "\n"),
+            head=('{"name": %j, "parameters": ',),
+            close=("<|action_end|>",),
+        ),
+    ),
     "llama3_json": ChatFormat(
         signs=(PYTHON_TAG, '"parameters": dictionary', "'\"parameters\": '"),
         grammar=CallGrammar(head=(*_JSON_NAME, '"parameters"', ": "), between=("; ",)),
@@ -371,6 +437,16 @@ REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<seed:think>",),
         markup=("<seed:think>", "</seed:think>"),
         fields=_reasoning(rf"\A{_SPACE}<seed:think>\n?", r"\n?</seed:think>\n{0,2}"),
+    ),
+    "longcat": ChatFormat(
+        signs=("<longcat_think>",),
+        markup=("<longcat_think>", "</longcat_think>"),
+        fields=_reasoning(rf"\A{_SPACE}<longcat_think>\n?", r"\n?</longcat_think>\n{0,2}"),
+    ),
+    "hy_v3": ChatFormat(  # and Hunyuan 4; tags without a suffix show the format qwen3
+        signs=("<think{}>", *(f"<think{suffix}>" for suffix in _HY_SUFFIXES[:-1])),
+        markup=_hy_tags("think"),
+        fields=_reasoning(rf"\A{_SPACE}<think{HY_SUFFIX}>\n?", rf"\n?</think{HY_SUFFIX}>\n{{0,2}}"),
     ),
     "apertus": ChatFormat(
         signs=("<|inner_prefix|>",),

@@ -21,13 +21,15 @@ from ...proto import inference_pb2
 from ..frontend.chat import active_tools
 from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
-from . import invocations, qwen_coder
+from . import glm_calls, invocations, qwen_coder
 from .gemma_calls import read_call as read_gemma_call
 from .python_calls import read_calls
 from .tool_parser import make_call, parser_for
 
 _OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "seed_oss": ("<seed:think>", "<seed:think><seed:cot_budget_reflect>"),
+    "longcat": ("<longcat_think>",),
+    "hy_v3": tuple(text for text in REASONING_FORMATS["hy_v3"].markup if "/" not in text),
     "apertus": ("<|inner_prefix|>",),
     "qwen3": ("<think>",),
     "mistral": ("[THINK]",),
@@ -107,11 +109,14 @@ class ChatParser:
             return self._with_tool_calls(ChatDelta(text=text))
         return self._split(self._regions.feed(text), is_last=False)
 
-    def finish(self) -> ChatDelta:
-        """Returns the parts that were held back at the end of the answer."""
+    def finish(self, *, is_cut: bool) -> ChatDelta:
+        """Returns the parts that were held back at the end of the answer.
+
+        `is_cut`: the model would have written more. A call without a body is text then.
+        """
         rest = ChatDelta()
         if self._regions is not None:
-            rest = self._split(self._regions.finalize()[1], is_last=True)
+            rest = self._split(self._regions.finalize()[1], is_last=True, is_cut=is_cut)
         if self._tool_parser is None:
             return rest
         text, calls = self._tool_parser.finish()
@@ -119,7 +124,9 @@ class ChatParser:
             text=rest.text + text, reasoning=rest.reasoning, calls=(*rest.calls, *calls)
         )
 
-    def _split(self, events: Sequence[Mapping[str, Any]], *, is_last: bool) -> ChatDelta:
+    def _split(
+        self, events: Sequence[Mapping[str, Any]], *, is_last: bool, is_cut: bool = False
+    ) -> ChatDelta:
         self._note(events)
         content: list[str] = []
         reasoning: list[str] = []
@@ -131,7 +138,8 @@ class ChatParser:
                 case "region_chunk", "reasoning":
                     reasoning.append(event["text"])
                 case "region_close", "tool_calls":
-                    found = self._read(event["value"])
+                    is_begun = is_cut and not event["value"]["body"].strip()
+                    found = [] if is_begun else self._read(event["value"])
                     calls += found
                     if not found:  # no valid call: it is text
                         end = "" if is_last else self._end
@@ -298,6 +306,7 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "olmo3": _or_listed(read_calls),
     "pythonic": _or_listed(read_calls),
     "apertus": _apertus,
+    "internlm": _listed,
     "jamba": _listed,
     "hunyuan_a13b": _listed,
     "minimax": _listed,
@@ -308,6 +317,9 @@ _TaggedReader = Callable[[str, Mapping[str, inference_pb2.Tool]], Sequence[tuple
 _TAGGED_READERS: Final[Mapping[str, _TaggedReader]] = {
     "seed_oss": lambda body, tools: [qwen_coder.read_call(body, tools)],
     "minimax_m2": invocations.read_calls,
+    "longcat": lambda body, tools: [glm_calls.read_longcat_call(body, tools)],
+    "hy_v3": glm_calls.read_hy_calls,
+    "hy_v4": glm_calls.read_hy_calls,
     "deepseek_v32": invocations.read_calls,
 }
 """By format whose arguments are texts between tags: as `_READERS`, with the tools by name."""

@@ -164,7 +164,7 @@ class ChoiceOutput:
                 break
         else:
             if message.finish_reason != UNFINISHED:
-                parts.append(parser.finish())
+                parts.append(parser.finish(is_cut=message.finish_reason != _STOP))
         message.text = "".join(part.text for part in parts)
         message.reasoning = "".join(part.reasoning for part in parts)
         calls = [call for part in parts for call in part.calls]

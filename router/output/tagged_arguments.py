@@ -14,6 +14,7 @@ from ..frontend.schemas.json_schemas import resolved
 from .python_calls import read_literal
 
 _MAX_SPACE: Final = 64  # characters after the last tag of a call
+_NULLS: Final = ("null", "None")
 
 
 def ends_with(text: str, end: int, tag: str) -> bool:
@@ -54,9 +55,12 @@ def _value(argument: re.Match[str], schema: object, root: object) -> object:
 def _typed(text: str, schema: object, root: object) -> object:
     """Returns an argument in the type of its schema; text unless the schema excludes text.
 
+    A null is no text if the schema names null, because optional texts are common.
     Models also write True, False and None: so the chat template writes the arguments of earlier
     calls.
     """
+    if text.strip() in _NULLS and _names_null(schema, root, set()):
+        return None
     if _may_be_text(schema, root, {}):
         return text
     for read in (json.loads, read_literal):
@@ -94,3 +98,30 @@ def _allows_text(keyword: str, value: object, root: object, known: dict[int, boo
         case "allOf", list():
             return all(_may_be_text(each, root, known) for each in value)
     return True
+
+
+def _names_null(schema: object, root: object, seen: set[int]) -> bool:
+    """Returns True if a keyword of the schema names null as a value.
+
+    `seen`: the ids of the schemas that were read, so that each is read once.
+    """
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return False
+    seen.add(id(schema))
+    return any(_lists_null(name, value, root, seen) for name, value in schema.items())
+
+
+def _lists_null(keyword: str, value: object, root: object, seen: set[int]) -> bool:
+    match keyword, value:
+        case "type", _:
+            return "null" in (value if isinstance(value, list) else [value])
+        case "nullable", _:
+            return value is True
+        case "const", _:
+            return value is None
+        case "enum", list():
+            return None in value
+        case "anyOf" | "oneOf" | "allOf", list():
+            return any(_names_null(each, root, seen) for each in value)
+    return False

@@ -34,9 +34,12 @@ SIGNS = {
     "pythonic": "Use the format [func_name1(params_name1=value1)]",
     "seed_oss": "<seed:tool_call>\n<function=",
     "minimax_m2": "<minimax:tool_call><invoke name=",
+    "longcat": "<longcat_tool_call>",
     "deepseek_v32": "<｜DSML｜function_calls>",
     "olmo3": "<function_calls>",
     "apertus": "<|tools_prefix|>",
+    "hy_v3": "<tool_calls>\n<tool_call>{name}<tool_sep>\n<arg_key>",
+    "hy_v4": "{{ '<tool_calls{}><arg_key{}>' }}",
     "jamba": "<tool_calls>",
     "hunyuan_a13b": "<tool_calls>",
     "minimax": "<tool_calls>",
@@ -56,6 +59,7 @@ SIGNS = {
     "granite": "<|tool_call|>",
     "cohere_command3": "<|START_ACTION|>",
     "lfm2": "List of tools: <|tool_list_start|>[",
+    "internlm": "<|action_start|><|plugin|>",
     "llama3_json": "<|python_tag|>",
 }
 """By format, what the chat templates of its models have."""
@@ -113,6 +117,24 @@ DEEPSEEK_V32 = (
     .replace("</parameter", "</｜DSML｜parameter")
     .replace("minimax:tool_call", "｜DSML｜function_calls")
 )
+HY = """<tool_calls>
+<tool_call>weather<tool_sep>
+<arg_key>city</arg_key>
+<arg_value>Köln</arg_value>
+<arg_key>days</arg_key>
+<arg_value>3</arg_value>
+</tool_call>
+<tool_call>now<tool_sep>
+</tool_call>
+</tool_calls>"""
+
+
+def hy(suffix: str, separator: str) -> str:
+    """Returns Hunyuan's calls with a suffix of their tags."""
+    return HY.replace("<tool_sep>", separator).replace(">", f"{suffix}>")
+
+
+LONGCAT = GLM.replace("arg_", "longcat_arg_").replace("tool_call>", "longcat_tool_call>")
 LINES = "\n".join(f'{{"name": "{name}", "arguments": {json.dumps(given)}}}' for name, given in TWO)
 BARE = CODER.removeprefix("<tool_call>\n")
 LONGEST = "f" * 128
@@ -146,6 +168,29 @@ CALLS: list[tuple[str, str, Read]] = [
     ("openai", f"{COMMENTARY}<|call|>", ("", "", [("weather", {})])),
     ("openai", f"{COMMENTARY} \n<|call|>", ("", "", [("weather", {})])),
     ("openai", f"{COMMENTARY}null<|call|>", ("", "", [("weather", {})])),
+    *(  # without `functions.`
+        ("openai", f"{header}<|message|>{CITY}<|call|>", ("", "", ONE))
+        for header in (
+            "<|channel|>commentary to=weather <|constrain|>json",
+            "<|start|>assistant<|channel|>analysis to=weather code",
+            "<|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json",
+            " to=weather<|channel|>commentary json",
+        )
+    ),
+    (
+        "openai",
+        "<|channel|>commentary to=assistant_2<|message|>{}<|call|>",
+        ("", "", [("assistant_2", {})]),
+    ),
+    *(
+        ("openai", text, (text, "", []))
+        for text in (
+            "<|channel|>commentary to=assistant <|message|>{}<|call|>",
+            "<|channel|>commentary to=functions.<|message|>{}<|call|>",
+            "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+            "Go to=weather, then",
+        )
+    ),
     ("openai", "no channel", ("no channel", "", [])),
     ("mistral", f"[TOOL_CALLS]{LIST}", ("", "", TWO)),
     ("mistral", f"I look.[TOOL_CALLS] {LIST}", ("I look.", "", TWO)),
@@ -417,6 +462,63 @@ CALLS: list[tuple[str, str, Read]] = [
         '<|tools_prefix|>[{"a": {}, "b": {}}]<|tools_suffix|>',
         ('<|tools_prefix|>[{"a": {}, "b": {}}]<|tools_suffix|>', "", []),
     ),
+    *(
+        (
+            name,
+            f"I look.{hy(suffix, separator)}{end}",
+            ("I look.", "", [("weather", {"city": "Köln", "days": "3"}), ("now", {})]),
+        )
+        for name in ("hy_v3", "hy_v4")
+        for suffix in ("", ":opensource", ":6124c78e")
+        for separator in ("<tool_sep>", "")
+        for end in ("", "\n")
+    ),
+    ("hy_v3", HY.removesuffix("\n</tool_calls>"), ("", "", INVOKED)),
+    (
+        "hy_v3",
+        HY.replace("Köln", "</tool_call> </arg_value> </tool_calls>\n"),
+        (
+            "",
+            "",
+            [
+                ("weather", {"city": "</tool_call> </arg_value> </tool_calls>\n", "days": "3"}),
+                INVOKED[1],
+            ],
+        ),
+    ),
+    *(
+        ("hy_v3", wrong, (wrong, "", []))
+        for wrong in (
+            "The tag <tool_calls> is text.",
+            HY.removesuffix("</tool_call>\n</tool_calls>"),
+            HY.replace("<tool_call>now", "now"),
+            HY.replace("<arg_key>city", "city"),
+            f"{HY} so",
+        )
+    ),
+    ("longcat", f"I look.{LONGCAT}", ("I look.", "", INVOKED[:1])),
+    (
+        "longcat",
+        "<longcat_tool_call>now</longcat_tool_call><longcat_tool_call>"
+        f'{{"name": "weather", "arguments": {CITY}}}</longcat_tool_call> b',
+        (" b", "", [*TWO[1:], *ONE]),
+    ),
+    (
+        "longcat",
+        "<longcat_tool_call>so</longcat_tool_call>",
+        ("<longcat_tool_call>so</longcat_tool_call>", "", []),
+    ),
+    (
+        "internlm",
+        f'I look.<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {CITY}}}\n'
+        "<|action_end|> b",
+        ("I look. b", "", ONE),
+    ),
+    (
+        "internlm",
+        "<|action_start|><|plugin|>so<|action_end|>",
+        ("<|action_start|><|plugin|>so<|action_end|>", "", []),
+    ),
     ("jamba", f"I look.<tool_calls>{LIST}</tool_calls> b", ("I look. b", "", TWO)),
     ("jamba", f"<tool_calls>\n{LINES}\n</tool_calls>", ("", "", TWO)),
     ("jamba", "<tool_calls>{} so</tool_calls>", ("<tool_calls>{} so</tool_calls>", "", [])),
@@ -440,6 +542,11 @@ REASONED: list[
     ("[THINK]" + SIGNS["mistral"], f"[THINK]Hm.[/THINK]Hi.[TOOL_CALLS]{LIST}", True, "Hi.", "Hm."),
     ("<|channel>thought", "<|channel>thought\nHm.<channel|>Hi.", False, "Hi.", "Hm."),
     ("<seed:think>", "<seed:think>Hm.</seed:think>\nHi.", False, "Hi.", "Hm."),
+    ("<longcat_think>", "<longcat_think>\nHm.\n</longcat_think>\nHi.", False, "Hi.", "Hm."),
+    *(
+        ("<think{}>", f"<think{suffix}>Hm.</think{suffix}>Hi.", False, "Hi.", "Hm.")
+        for suffix in (":opensource", ":6124c78e", "")
+    ),
     ("<|inner_prefix|>", "<|inner_prefix|>Hm.<|inner_suffix|>Hi.", False, "Hi.", "Hm."),
     (
         "Here is my thought process:",
@@ -484,8 +591,8 @@ def tokenizer_of(template: str) -> Tokenizer:
     return byte_tokenizer(chat_template=template)
 
 
-def read(reader: ChatParser, pieces: list[str]) -> Read:
-    parts = [*(reader.push(piece) for piece in pieces), reader.finish()]
+def read(reader: ChatParser, pieces: list[str], *, is_cut: bool = False) -> Read:
+    parts = [*(reader.push(piece) for piece in pieces), reader.finish(is_cut=is_cut)]
     calls = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
     return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls
 
@@ -538,11 +645,70 @@ def test_a_call_of_qwen_coder_ends_the_reasoning(end: str) -> None:
     assert hermes_too == ("", thought.removeprefix("<think>") + CODER, [])
 
 
+ENDING: dict[str, tuple[str, str]] = {
+    "glm45": (THINK, GLM),
+    "kimi_k2": (THINK, KIMI),
+    "gemma4": ("<|channel>thought", '<|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>'),
+    "deepseek_v3": (THINK, DEEPSEEK_V3),
+    "deepseek_v31": (THINK, DEEPSEEK_V31),
+    "deepseek_v32": (THINK, DEEPSEEK_V32),
+    "minimax_m2": (THINK, MINIMAX),
+    "seed_oss": (
+        "<seed:think>",
+        f"<seed:tool_call>\n{BARE.removesuffix('</tool_call>')}</seed:tool_call>",
+    ),
+    "longcat": ("<longcat_think>", LONGCAT),
+    "hy_v3": ("<think:opensource>", hy(":opensource", "<tool_sep>")),
+    "hy_v4": ("<think:opensource>", hy(":opensource", "")),
+    "qwen3_coder": (THINK, CODER),
+    "apertus": ("<|inner_prefix|>", '<|tools_prefix|>[{"weather": {}}]<|tools_suffix|>'),
+}
+"""By format whose calls end the reasoning: the opening of the reasoning and a call."""
+
+
+def test_formats_whose_calls_end_the_reasoning() -> None:
+    assert ENDING.keys() == {name for name, form in CALL_FORMATS.items() if form.ends_reasoning}
+
+
+@pytest.mark.parametrize("name", ENDING)
+@pytest.mark.parametrize("between", ["", "\n\n"])
+def test_a_call_before_the_end_of_the_reasoning_is_a_call(name: str, between: str) -> None:
+    opening, call = ENDING[name]
+    template = opening + SIGNS[name]
+    expected = read(parser(template, chat()), [call])
+    assert expected[:2] == ("", "")
+    assert [called for called, _ in expected[2]][:1] == ["weather"]
+    answer = f"{opening}Hm.{between}{call}"
+    for pieces in ([answer], list(answer)):
+        assert read(parser(template, chat()), pieces) == ("", "Hm.", expected[2])
+        plain = read(parser(template, inference_pb2.Chat()), pieces)
+        assert plain == ("", answer.removeprefix(opening), [])
+
+
+def test_a_word_between_the_tags_of_a_call_is_a_part_of_the_reasoning() -> None:
+    thought = "Use <tool_call>now</tool_call>."
+    found = read(parser(THINK + SIGNS["glm45"], chat()), [f"{THINK}{thought}</think>Hi."])
+    assert found == ("Hi.", thought, [])
+
+
+def test_a_call_that_is_cut_after_its_header_is_text() -> None:
+    for pieces in ([COMMENTARY], list(COMMENTARY)):
+        cut, whole = (
+            read(parser(SIGNS["openai"], chat()), pieces, is_cut=is_cut) for is_cut in (True, False)
+        )
+        assert cut == (COMMENTARY, "", [])
+        assert whole == ("", "", [("weather", {})])
+    answer = f"{COMMENTARY}{CITY}"
+    assert read(parser(SIGNS["openai"], chat()), [answer], is_cut=True) == ("", "", ONE)
+
+
 OPENINGS = (
     THINK,
     "[THINK]",
     "<|channel>thought",
     "<|START_THINKING|>",
+    "<longcat_think>",
+    "<think:opensource>",
     "<seed:think>",
     "<|inner_prefix|>",
 )
@@ -575,11 +741,15 @@ MARKUP = [
         *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>"),
         *('<parameter name="x">', "<seed:tool_call>", "</seed:tool_call>", "<tool_calls>"),
         *("</tool_calls>", "<function_calls>", "</function_calls>", "f(x=3)"),
+        *("<tool_sep>", "<longcat_tool_call>", "</longcat_tool_call>", "</longcat_arg_value>"),
+        "f<longcat_arg_key>x</longcat_arg_key><longcat_arg_value>",
+        *("<|action_start|>", "<|plugin|>", "<|action_end|>", " to=f"),
         *("<|tools_prefix|>", "<|tools_suffix|>", '{"f": {"x": 9}}'),
         '{"tool_name": "f", "parameters": {"x": 8}}',
     ),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<thi"),
     *("<seed:think>", "</seed:think>", "<|inner_prefix|>", "<|inner_suffix|>"),
+    *("<longcat_think>", "</longcat_think>", "<think:opensource>", "</think:opensource>"),
     *(
         "<|channel|>",
         "analysis",
@@ -779,6 +949,38 @@ def test_schemas_without_a_type_of_their_own(schema: dict[str, Any], expected: o
     assert coder_argument(parameters) == expected
 
 
+NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
+
+
+@pytest.mark.parametrize("text", ["null", "None", "\nnull\n"])
+@pytest.mark.parametrize(
+    ("schema", "is_null"),
+    [
+        (NULLABLE, True),
+        ({"oneOf": NULLABLE["anyOf"]}, True),
+        ({"allOf": [NULLABLE]}, True),
+        ({"type": ["string", "null"]}, True),
+        ({"type": "string", "nullable": True}, True),
+        ({"enum": ["a", None]}, True),
+        ({"anyOf": [STRING, {"const": None}]}, True),
+        ({"$ref": "#/$defs/optional"}, True),
+        ({"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/optional"}]}, True),
+        ({"$ref": "#/$defs/loop"}, False),
+        ({"type": "string", "nullable": False}, False),
+        ({"enum": ["a", "b"]}, False),
+        (STRING, False),
+        ({}, False),
+    ],
+)
+def test_a_null_is_no_text_if_the_schema_names_null(
+    schema: dict[str, Any], is_null: bool, text: str
+) -> None:
+    definitions = {"optional": NULLABLE, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, STRING]}}
+    parameters = {"properties": {"a": schema}, "$defs": definitions}
+    assert coder_argument(parameters, text) == (None if is_null else text.strip())
+    assert coder_argument(parameters, "no") == "no"
+
+
 def test_references_of_whole_schemas() -> None:
     arguments = {"properties": {"a": INTEGER}}
     assert coder_argument({"$ref": "#/$defs/arguments", "$defs": {"arguments": arguments}}) == 3
@@ -949,6 +1151,8 @@ def written(name: str) -> str:
         "pythonic": listed,
         "seed_oss": f"<seed:tool_call>{listed}</seed:tool_call>",
         "minimax_m2": f"<minimax:tool_call>{listed}</minimax:tool_call>",
+        "longcat": f"<longcat_tool_call>{listed}</longcat_tool_call>",
+        **dict.fromkeys(("hy_v3", "hy_v4"), f"<tool_calls>{listed}"),
         "deepseek_v32": f"<｜DSML｜function_calls>{listed}</｜DSML｜function_calls>",
         "olmo3": f"<function_calls>{listed}</function_calls>",
         "apertus": f'<|tools_prefix|>[{{"weather": {CITY}}}]<|tools_suffix|>',
@@ -969,6 +1173,9 @@ def written(name: str) -> str:
             f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>'
         ),
         "lfm2": f"<|tool_call_start|>{listed}<|tool_call_end|>",
+        "internlm": (
+            f'<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {CITY}}}<|action_end|>'
+        ),
         "llama3_json": llama("weather", CITY),
     }[name]
 

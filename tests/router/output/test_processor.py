@@ -26,7 +26,7 @@ from tandem.tests.router.api.answers import (
     request,
     text,
 )
-from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 
 
 async def test_choices_end_each_for_itself(model: ServedModel) -> None:
@@ -368,6 +368,24 @@ async def test_a_cut_answer_ends_by_its_length_although_it_has_calls(
     messages = await collect(model, source, request(prompt={"chat": TOOLS}))
     assert [call.name for message in messages for call in message.tool_calls] == ["f"]
     assert messages[-1].finish_reason == LENGTH
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
+async def test_a_call_of_gpt_oss_that_is_cut_after_its_header_is_text(
+    tokens_per_delta: int,
+) -> None:
+    tokenizer = byte_tokenizer(chat_template="<|channel|>analysis")
+    model = ServedModel(name="tiny", tokenizer=tokenizer, context_tokens=512)
+    header = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    called = inference_pb2.FINISH_REASON_TOOL_CALLS
+    for answer, expected in (
+        (header.encode(), (header, [], LENGTH)),
+        ([*header.encode(), EOS_ID], ("", ["f"], called)),
+    ):
+        source = FakeTokenSource(answer=answer, tokens_per_delta=tokens_per_delta)
+        messages = await collect(model, source, request(prompt={"chat": TOOLS}))
+        names = [call.name for message in messages for call in message.tool_calls]
+        assert (text(messages), names, messages[-1].finish_reason) == expected
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
