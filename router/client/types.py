@@ -197,7 +197,7 @@ class Completion:
     """Holds the complete answer to a request; its properties describe the first choice."""
 
     request_id: str
-    choices: tuple[Choice, ...]  # after best_of and beam search the best one first
+    choices: tuple[Choice, ...]  # after best_of above n and beam search the best one first
     usage: Usage
     timeline: Timeline  # the time of each part
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token, if asked for
