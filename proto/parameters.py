@@ -345,7 +345,9 @@ PARAMETERS: Final = (
     RequestParameter(
         "sampling.bad_words",
         "strings",
-        f"Texts that are never generated; at most {limits.MAX_BAD_WORD_TOKENS} tokens each.",
+        "Texts to avoid: the token sequences of each text, with and without a space before it, are "
+        "never completed; another tokenization of the text is possible. At most "
+        f"{limits.MAX_BAD_WORD_TOKENS} tokens each.",
         max_items=limits.MAX_BAD_WORDS,
         max_characters=256,
         flag="--bad-word",

@@ -62,7 +62,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Holds the completions of one prompt; after `best_of` and beam search the best one first."""
+    """Holds the completions of one prompt.
+
+    After `best_of` above `n` and after beam search, the best one comes first.
+    """
 
     request_id: str
     prompt: str | None  # None if it was given as token ids

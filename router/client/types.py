@@ -81,7 +81,9 @@ class Options(TypedDict, total=False):
     presence_penalty: float  # of tokens in the completion
     frequency_penalty: float  # of tokens in the completion, for each occurrence
     logit_bias: Mapping[int, float]  # numbers that are added to logits, by token id
-    bad_words: Sequence[str]  # texts that the completion must not contain
+    # Texts to avoid: their token sequences, with and without a space before, are never completed;
+    # another tokenization of the text is possible.
+    bad_words: Sequence[str]
     watermark: (
         bool  # marks the text, for a service that has a key; see docs/operations/watermark.md
     )
@@ -197,7 +199,7 @@ class Completion:
     """Holds the complete answer to a request; its properties describe the first choice."""
 
     request_id: str
-    choices: tuple[Choice, ...]  # after best_of and beam search the best one first
+    choices: tuple[Choice, ...]  # after best_of above n and beam search the best one first
     usage: Usage
     timeline: Timeline  # the time of each part
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token, if asked for

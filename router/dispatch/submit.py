@@ -10,6 +10,8 @@ from ..request import TokenRequest
 
 _FIELDS: Final = {
     "num_choices": "n",
+    "beam_search": "beam_search.width",  # too few hypotheses exist
+    "beam_search.width": "beam_search.width",
     "stop_token_ids": "stopping.stop_token_ids",
     "grammar": "constraint",
     "adapter": "model",

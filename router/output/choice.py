@@ -19,6 +19,7 @@ from .tool_parser import CALL_ID_BYTES, call_id
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 BROKEN = "the token stream of this request broke"
 _STOP = inference_pb2.FINISH_REASON_STOP
+_TIME = inference_pb2.FINISH_REASON_TIME
 
 
 class ChoiceOutput:
@@ -27,9 +28,9 @@ class ChoiceOutput:
     def __init__(self, request: PreparedRequest, number: int) -> None:
         submit = request.tokens.submit
         self.num_tokens = 0
+        self.num_received = 0  # tokens of the source, also those that do not count
         self.num_reasoning_tokens = 0  # tokens after which the reasoning goes on
         self._num_restored = 0  # tokens that were generated elsewhere
-        self._num_received = 0  # tokens of the source
         self._request = request
         self._number = number
         self._sum_logprobs = 0.0
@@ -75,10 +76,10 @@ class ChoiceOutput:
 
         Raises InternalError if the tokens do not follow those before them.
         """
-        if delta.first_index != self._num_received:
+        if delta.first_index != self.num_received:
             raise InternalError(BROKEN)
-        is_first = not self._num_received
-        self._num_received += len(delta.ids)
+        is_first = not self.num_received
+        self.num_received += len(delta.ids)
         ids, texts, reason = self._detokenize(delta)
         message = inference_pb2.GenerateResponse(
             request_id=self._request.request_id,
@@ -123,7 +124,7 @@ class ChoiceOutput:
         ids = delta.ids
         reason = delta.finish_reason
         if self._request.is_empty:
-            return (), [], inference_pb2.FINISH_REASON_LENGTH
+            return (), [], reason if reason == _TIME else inference_pb2.FINISH_REASON_LENGTH
         shown = ids[:-1] if reason == _STOP else ids  # the stop token has no text
         if self._repetition is not None and (end := self._repetition.push(shown)) is not None:
             ids = shown = shown[:end]

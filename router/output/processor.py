@@ -258,7 +258,13 @@ class OutputProcessor:
         return message
 
     def _num_written(self) -> int:
-        """Returns the tokens of prefixes to retain that were not cached before."""
+        """Returns the tokens of prefixes to retain that were not cached before.
+
+        There are none without a token: max_time_ms ended the request before its prompt was
+        computed.
+        """
+        if not any(choice.num_received for choice in self._choices):
+            return 0
         return max(self._request.tokens.retained_tokens - self._num_cached(), 0)
 
     def _num_cached(self) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import DeadlineExceeded, TandemError
@@ -76,8 +76,11 @@ class FakeTokenSource:
                 except DeadlineExceeded:
                     if until == request.deadline:
                         raise
-                    yield replace(
-                        delta, ids=(), logprobs=(), finish_reason=inference_pb2.FINISH_REASON_TIME
+                    yield TokenDelta(
+                        first_index=delta.first_index,
+                        ids=(),
+                        finish_reason=inference_pb2.FINISH_REASON_TIME,
+                        choice=delta.choice,
                     )
                     break
                 timeline.completion_tokens += len(delta.ids)

@@ -415,7 +415,9 @@ class Body(OpenModel):
     """Declares the fields that completions and chats share, without the request parameters."""
 
     use_beam_search: bool | None = Field(
-        None, description="Runs a beam search of width beam_width, or else n."
+        None,
+        description="True runs a beam search of width beam_width, or else n; false excludes "
+        "beam_width, which alone also runs one.",
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

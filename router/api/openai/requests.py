@@ -226,6 +226,12 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
         parent = row.field.rpartition(".")[0]
         values[parent][row.leaf] = value
         names |= {row.field: name} if name != row.leaf else {}
+    if body.use_beam_search is False and "width" in values["beam_search"]:
+        raise InvalidArgument(
+            "not allowed with use_beam_search false; set use_beam_search to true, or leave out "
+            "beam_width",
+            "beam_width",
+        )
     if body.use_beam_search or "width" in values["beam_search"]:
         names.setdefault("beam_search.width", "n")
         values["beam_search"].setdefault("width", values[""].get("n", 1))

@@ -385,6 +385,8 @@ HTTP_CASES: list[Case] = [
     (TEXT, text(n=20, use_beam_search=True), 400, "n", "1 to 16"),
     (TEXT, text(beam_width=2, temperature=0.5), 400, "temperature", ""),
     (TEXT, text(beam_width=2, n=3), 400, "n", ""),
+    (TEXT, text(beam_width=2, use_beam_search=False), 400, "beam_width", "use_beam_search to true"),
+    (CHAT, chat(beam_width=2, use_beam_search=False), 400, "beam_width", "use_beam_search to true"),
     (TEXT, text(guided_regex="a", guided_choice=["a"]), 400, "guided_choice", "guided_regex"),
     (
         TEXT,

@@ -610,6 +610,18 @@ def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None
         ),
         (
             worker_pb2.FAILURE_KIND_INVALID,
+            "beam_search.width: must be at most 4 on this worker",
+            InvalidArgument,
+            r"beam_search\.width: must be at most 4 on this worker",
+        ),
+        (
+            worker_pb2.FAILURE_KIND_INVALID,
+            "beam_search: only 3 hypotheses exist",
+            InvalidArgument,
+            r"beam_search\.width: only 3 hypotheses exist",
+        ),
+        (
+            worker_pb2.FAILURE_KIND_INVALID,
             "grammar: the grammar cannot be followed: no token: 'x: y'",
             InvalidArgument,
             "constraint: the grammar cannot be followed: no token: 'x: y'",

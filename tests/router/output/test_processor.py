@@ -28,6 +28,23 @@ from tandem.tests.router.api.answers import (
 )
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 
+TIME = inference_pb2.FINISH_REASON_TIME
+
+
+class CutSource(FakeTokenSource):
+    """Generates `answers`, each of at most one token, until max_time_ms ends all of them."""
+
+    async def generate(self, *_args: Any) -> AsyncGenerator[TokenDelta, None]:
+        scores = (worker_pb2.TokenScores(logprob=-9.0),)
+        for choice, own in enumerate(self.answers):
+            yield TokenDelta(
+                first_index=0,
+                ids=tuple(own),
+                finish_reason=TIME,
+                choice=choice,
+                logprobs=scores[: len(own)],
+            )
+
 
 async def test_choices_end_each_for_itself(model: ServedModel) -> None:
     source = FakeTokenSource(answers=[b"abc", [*b"de", EOS_ID], b"fghij"])
@@ -185,20 +202,51 @@ async def test_echo_of_tokens_and_of_a_truncated_prompt(model: ServedModel) -> N
     assert text(await collect(model, source, message)) == ("ab" * 300)[-511:] + "x"
 
 
-@pytest.mark.parametrize("answer", [b"x", [EOS_ID]])
-async def test_no_tokens_at_all(model: ServedModel, answer: Sequence[int]) -> None:
-    source = FakeTokenSource(answer=answer)
-    message = request(echo=True, prompt_logprobs=1, logprobs=1, stopping={"max_tokens": 0})
+@pytest.mark.parametrize(
+    ("answer", "is_cut", "reason"),
+    [(b"x", False, LENGTH), ([EOS_ID], False, LENGTH), (b"x", True, TIME)],
+)
+async def test_no_tokens_at_all(
+    model: ServedModel,
+    answer: Sequence[int],
+    is_cut: bool,
+    reason: "inference_pb2.FinishReason",
+) -> None:
+    source = FakeTokenSource(answer=answer, stall_after=0 if is_cut else None)
+    message = request(
+        echo=True,
+        prompt_logprobs=1,
+        logprobs=1,
+        stopping={"max_tokens": 0, "max_time_ms": 1 if is_cut else 0},
+    )
     (only,) = await collect(model, source, message)
     assert (only.text, list(only.token_ids), list(only.logprobs), only.finish_reason) == (
         "hi",
         [],
         [],
-        LENGTH,
+        reason,
     )
-    assert [entry.token.text for entry in only.prompt_logprobs] == [b"h", b"i"]
+    found = [entry.token.text for entry in only.prompt_logprobs]
+    assert found == ([] if is_cut else [b"h", b"i"])
     assert (only.usage.prompt_tokens, only.usage.completion_tokens) == (2, 0)
     assert source.requests[0].submit.max_tokens == 1
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+@pytest.mark.parametrize(
+    ("answers", "expected"), [([b""], 0), ([b"", b""], 0), ([b"b"], 2), ([b"b", b""], 2)]
+)
+async def test_a_prompt_that_the_time_has_left_uncomputed_is_not_written_to_the_cache(
+    model: ServedModel, answers: list[bytes], expected: int, max_tokens: int
+) -> None:
+    message = request(
+        n=len(answers),
+        prompt_cache_retention="1h",
+        stopping={"max_tokens": max_tokens, "max_time_ms": 1},
+    )
+    messages = await collect_all(model, CutSource(answers=answers), message)
+    assert messages[0].cache_write_tokens == expected
+    assert messages[-1].usage.cache_write_tokens == expected
 
 
 def logprob_of(token: int) -> float:
@@ -275,20 +323,8 @@ async def test_best_of_counts_all_tokens_and_reports_logprobs(model: ServedModel
 
 
 async def test_a_completion_that_the_time_has_left_empty_is_the_worst(model: ServedModel) -> None:
-    class LateSource(FakeTokenSource):
-        async def generate(self, *_args: Any) -> AsyncGenerator[TokenDelta, None]:
-            scores = (worker_pb2.TokenScores(logprob=-9.0),)
-            for choice, own in enumerate((b"", b"b", b"")):
-                yield TokenDelta(
-                    first_index=0,
-                    ids=tuple(own),
-                    finish_reason=inference_pb2.FINISH_REASON_TIME,
-                    choice=choice,
-                    logprobs=scores[: len(own)],
-                )
-
     message = request(n=2, best_of=3, stopping={"max_time_ms": 1})
-    messages = await collect_all(model, LateSource(), message)
+    messages = await collect_all(model, CutSource(answers=[b"", b"b", b""]), message)
     assert [m.text for m in messages] == ["b", ""]
 
 
