@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,6 +38,7 @@ from tandem.workers.engine.events import Admitted
 from tandem.workers.kv_cache.block_files import BlockFiles
 from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.footprint import kv_bytes_per_token
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.serve import disk_tier
 from tandem.workers.serve.disk_tier import DiskTier, reports_of
@@ -301,6 +303,48 @@ async def test_a_disk_that_refuses_writes_costs_nothing_else(
             sum("KV cache on disk: writing failed" in record.message for record in caplog.records)
             == 1
         )
+
+
+def without_memory(*place: object) -> None:
+    """In the place of a copy of a GPU whose memory is full."""
+    raise MemoryError("the GPU has no memory left to copy KV cache")
+
+
+async def test_without_memory_for_a_copy_prefixes_on_disk_are_computed(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await served.fill(tmp_path)
+    monkeypatch.setattr(PagedKv if served.is_real else FakeKv, "write", without_memory)
+    async with served.worker(tmp_path) as (_, session):
+        assert await served.answers(session) == [0, 0, 0]
+
+
+async def test_without_memory_for_a_copy_nothing_is_written_to_disk(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PagedKv if served.is_real else FakeKv, "read", without_memory)
+    async with served.worker(tmp_path) as (worker, session):
+        assert await served.answers(session) == [0, 0, 0]
+        disk = worker._disk
+        assert disk is not None
+        async with asyncio.timeout(WAIT):
+            while not disk._no_writes_before:
+                await asyncio.sleep(0.005)
+        assert await served.answer(session, PROMPTS[0], "again") == 96
+    assert not sizes_of(tmp_path)
+
+
+async def test_blocks_before_the_one_without_memory_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = part_of(1, 0)
+    disk = RankDisk.open(str(tmp_path), "decode", kv, max_bytes=2**20)
+    digests = digests_of(0, count=3)
+    for digest in digests:
+        await disk.write(digest, 0)
+    monkeypatch.setattr(kv, "write", Mock(side_effect=[None, MemoryError("full"), None]))
+    assert await disk.read(digests, [1, 2, 3]) == 1
+    disk.files.close()
 
 
 async def test_the_bound_holds_while_it_serves(tmp_path: Path, served: Served) -> None:
