@@ -32,7 +32,7 @@ FINISH_REASON_TIME: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "sampling", "stopping", "truncate_prompt", "request_id", "n", "best_of", "beam_search", "logprobs", "prompt_logprobs", "echo", "constraint", "priority", "resume", "pooling", "truncate_prompt_tokens", "truncation", "service_tier", "processed_logprobs", "prompt_cache_key", "prompt_cache_retention", "cache_breakpoints")
+    __slots__ = ("model", "prompt", "sampling", "stopping", "truncate_prompt", "request_id", "n", "best_of", "beam_search", "logprobs", "prompt_logprobs", "echo", "constraint", "priority", "resume", "pooling", "truncate_prompt_tokens", "truncation", "service_tier", "processed_logprobs", "prompt_cache_key", "prompt_cache_retention", "cache_breakpoints", "only_cache_breakpoints")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_RETENTION_FIELD_NUMBER: _ClassVar[int]
     CACHE_BREAKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_CACHE_BREAKPOINTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: Prompt
     sampling: SamplingParams
@@ -79,7 +80,8 @@ class GenerateRequest(_message.Message):
     prompt_cache_key: str
     prompt_cache_retention: str
     cache_breakpoints: _containers.RepeatedCompositeFieldContainer[CacheBreakpoint]
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., truncate_prompt: _Optional[bool] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., truncation: _Optional[str] = ..., service_tier: _Optional[str] = ..., processed_logprobs: _Optional[bool] = ..., prompt_cache_key: _Optional[str] = ..., prompt_cache_retention: _Optional[str] = ..., cache_breakpoints: _Optional[_Iterable[_Union[CacheBreakpoint, _Mapping]]] = ...) -> None: ...
+    only_cache_breakpoints: bool
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingParams, _Mapping]] = ..., truncate_prompt: _Optional[bool] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., resume: _Optional[_Iterable[_Union[ResumedChoice, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., truncation: _Optional[str] = ..., service_tier: _Optional[str] = ..., processed_logprobs: _Optional[bool] = ..., prompt_cache_key: _Optional[str] = ..., prompt_cache_retention: _Optional[str] = ..., cache_breakpoints: _Optional[_Iterable[_Union[CacheBreakpoint, _Mapping]]] = ..., only_cache_breakpoints: _Optional[bool] = ...) -> None: ...
 
 class CacheBreakpoint(_message.Message):
     __slots__ = ("num_messages", "num_characters", "retention")

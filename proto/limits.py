@@ -166,6 +166,13 @@ Half of the time after which an agent warns its user (20 s); nginx closes a conn
 """
 
 
+PREFIX_FETCH_SECONDS: Final = 5.0
+"""Time in which a worker must have fetched a cached prefix from another one; then it gives up.
+
+Routers do not let workers fetch prefixes that are predicted to take longer.
+"""
+
+
 def mixed_chunk(most: int, num_sequences: int) -> int:
     """Returns the prompt tokens, at most `most`, that a step computes beside decodes.
 

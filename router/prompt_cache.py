@@ -71,6 +71,8 @@ def _seconds(mark: inference_pb2.CacheBreakpoint) -> int:
 
 def _whole_prompt(request: inference_pb2.GenerateRequest) -> list[inference_pb2.CacheBreakpoint]:
     """Returns a mark after the prompt, if the request asks to keep all of it."""
+    if request.only_cache_breakpoints:
+        return []
     retention = request.prompt_cache_retention
     if not retention and request.prompt_cache_key and not request.cache_breakpoints:
         retention = _KEY_RETENTION

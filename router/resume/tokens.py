@@ -43,6 +43,7 @@ _FREE_FIELDS: Final = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "cache_breakpoints",
+    "only_cache_breakpoints",
 )
 
 

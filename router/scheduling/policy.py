@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from ...proto.costs import NEUTRAL_COST, KvCost, LinearCost
-from ...proto.limits import mixed_chunk
+from ...proto.limits import PREFIX_FETCH_SECONDS, mixed_chunk
 from .capacity import Capacity
 from .ranking import NEAR
 
@@ -43,6 +43,11 @@ _LEAST_FETCHED_TOKENS: Final = 64
 """The minimum length of a cached prefix that is fetched from another worker.
 
 Computing fewer tokens takes almost no time, and a fetch takes two round trips.
+"""
+
+_FETCH_SHARE: Final = 0.8
+"""Of PREFIX_FETCH_SECONDS: the longest predicted fetch. The rest is for the lease and for errors of
+the prediction.
 """
 
 _DEFAULT_SEQUENCES: Final = 64
@@ -146,18 +151,18 @@ def choose_holder(
 ) -> Candidate | None:
     """Returns the worker from which the prefill worker should fetch a cached prefix.
 
-    Returns None if no worker of `others` has enough additional tokens cached, or if computing these
-    tokens is predicted to be as fast as the fetch.
+    Returns None if no worker of `others` has enough additional tokens cached, if computing these
+    tokens is predicted to be as fast as the fetch, or if the worker would give up the fetch.
     """
     holder = max(others, key=lambda c: (c.matched_tokens, -c.num_requests), default=None)
     if holder is None:
         return None
     end = min(holder.matched_tokens, num_tokens - 1)
     fetched = end - prefill.matched_tokens
-    if (
-        fetched < _LEAST_FETCHED_TOKENS
-        or _transfer_seconds(end, prefill.matched_tokens, holder) >= fetched * prefill.prefill.each
-    ):
+    if fetched < _LEAST_FETCHED_TOKENS:
+        return None
+    most_seconds = min(fetched * prefill.prefill.each, _FETCH_SHARE * PREFIX_FETCH_SECONDS)
+    if _transfer_seconds(end, prefill.matched_tokens, holder) >= most_seconds:
         return None
     return holder
 

@@ -39,6 +39,7 @@ NO_ROWS: Final = {
     "resume",
     "pooling",
     "cache_breakpoints",
+    "only_cache_breakpoints",
 }
 NUMBERS: Final = [
     row for row in PARAMETERS if math.isfinite(row.bounds[1]) and row.kind != "logit_bias"

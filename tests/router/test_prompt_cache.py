@@ -98,6 +98,13 @@ async def test_the_whole_prompt_makes_shorter_prefixes_needless(
     assert await retained(request) == [(whole, seconds)]
 
 
+@pytest.mark.parametrize("field", ["prompt_cache_key", "prompt_cache_retention"])
+async def test_a_request_may_retain_only_its_marks(field: str) -> None:
+    fields = {field: "1h", "only_cache_breakpoints": True}
+    assert await retained(chat_request(**fields)) == []
+    assert await retained(chat_request(mark(0), **fields)) == [("[weather]<system>", 300)]
+
+
 async def test_a_request_without_hints_retains_nothing_and_renders_nothing() -> None:
     async def never(chat: inference_pb2.Chat) -> list[int]:
         raise AssertionError("rendered")

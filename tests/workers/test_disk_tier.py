@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,13 +34,17 @@ from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
 from tandem.workers.engine.config import SpeculativeConfig
+from tandem.workers.engine.events import Admitted
 from tandem.workers.kv_cache.block_files import BlockFiles
+from tandem.workers.kv_cache.tables import TableBlocks
 from tandem.workers.model.footprint import kv_bytes_per_token
+from tandem.workers.model.kv.store import PagedKv
 from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.serve import disk_tier
 from tandem.workers.serve.disk_tier import DiskTier, reports_of
 from tandem.workers.serve.engine_thread import EngineThread
 from tandem.workers.serve.worker import Worker
+from tandem.workers.tp.kv_group import KvGroup
 from tandem.workers.tp.rank_disk import RankDisk
 from tandem.workers.tp.rank_server import RankServer
 
@@ -299,6 +305,48 @@ async def test_a_disk_that_refuses_writes_costs_nothing_else(
         )
 
 
+def without_memory(*place: object) -> None:
+    """In the place of a copy of a GPU whose memory is full."""
+    raise MemoryError("the GPU has no memory left to copy KV cache")
+
+
+async def test_without_memory_for_a_copy_prefixes_on_disk_are_computed(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await served.fill(tmp_path)
+    monkeypatch.setattr(PagedKv if served.is_real else FakeKv, "write", without_memory)
+    async with served.worker(tmp_path) as (_, session):
+        assert await served.answers(session) == [0, 0, 0]
+
+
+async def test_without_memory_for_a_copy_nothing_is_written_to_disk(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PagedKv if served.is_real else FakeKv, "read", without_memory)
+    async with served.worker(tmp_path) as (worker, session):
+        assert await served.answers(session) == [0, 0, 0]
+        disk = worker._disk
+        assert disk is not None
+        async with asyncio.timeout(WAIT):
+            while not disk._no_writes_before:
+                await asyncio.sleep(0.005)
+        assert await served.answer(session, PROMPTS[0], "again") == 96
+    assert not sizes_of(tmp_path)
+
+
+async def test_blocks_before_the_one_without_memory_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = part_of(1, 0)
+    disk = RankDisk.open(str(tmp_path), "decode", kv, max_bytes=2**20)
+    digests = digests_of(0, count=3)
+    for digest in digests:
+        await disk.write(digest, 0)
+    monkeypatch.setattr(kv, "write", Mock(side_effect=[None, MemoryError("full"), None]))
+    assert await disk.read(digests, [1, 2, 3]) == 1
+    disk.files.close()
+
+
 async def test_the_bound_holds_while_it_serves(tmp_path: Path, served: Served) -> None:
     """Over all ranks, of which each has room for five blocks."""
     await served.fill(tmp_path / "roomy")
@@ -414,6 +462,51 @@ async def test_what_is_computed_faster_is_not_read(tmp_path: Path) -> None:
     assert tier.count([b"?" * 16, *chain], 1.0) == 0
     tier._measured -= 1e6  # so long ago that the disk may be another
     assert tier.count(chain, 0.001) == 6
+    await tier.close()
+
+
+def timed_tier(folder: Path, clock: Callable[[], float]) -> DiskTier:
+    disk = RankDisk.open(str(folder), "decode", fake_rank().kv, max_bytes=2**20)
+    return DiskTier(disk, 16, clock=clock)
+
+
+async def test_a_long_prefix_is_read_as_far_as_time_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read in time counts, and the disk serves the next prompt."""
+    await Served(1, tmp_path).fill(tmp_path)
+    chain = hash_chain(PROMPTS[0], 16)
+    now, read = 0.0, BlockFiles.read
+
+    def slow(files: BlockFiles, digest: bytes) -> memoryview | None:
+        nonlocal now
+        now += disk_tier._LOAD_SECONDS / 4
+        return read(files, digest)
+
+    monkeypatch.setattr(BlockFiles, "read", slow)
+    tier = timed_tier(tmp_path, lambda: now)
+    tier._num_read = 1
+    asked = Admitted(
+        id=1,
+        queue_seconds=0.0,
+        num_cached=0,
+        tables=(TableBlocks(tuple(range(6))),),
+        import_hashes=tuple(chain),
+    )
+    no_other_rank = cast(KvGroup, SimpleNamespace(read_disk=lambda number, blocks: []))
+    assert await tier.load(asked, no_other_rank) == 4 * 16
+    assert tier.count(chain, 0.0) == 6
+    await tier.close()
+
+
+async def test_no_more_is_promised_than_can_be_read_in_time(tmp_path: Path) -> None:
+    await Served(1, tmp_path).fill(tmp_path)
+    chain = hash_chain(PROMPTS[0], 16)
+    tier = timed_tier(tmp_path, lambda: 0.0)
+    for share, num_blocks in ((0.02, 6), (0.2, 4), (2.0, 1)):  # of the time, for one block
+        seconds = share * disk_tier._LOAD_SECONDS
+        tier._bytes_per_second = tier._disk.block_bytes / seconds
+        assert tier.count(chain, 0.0) == tier.count(chain, 2 * seconds) == num_blocks
     await tier.close()
 
 

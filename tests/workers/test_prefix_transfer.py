@@ -249,7 +249,7 @@ class Hanging:
 
 
 async def test_a_fetch_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_transfer, "_FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(prefix_transfer, "PREFIX_FETCH_SECONDS", 0.3)
     async with two(fake_rank(), fake_rank(), hook=Hanging().__call__) as both:
         prompt = await both.converse()
         assert (await both.turn("next", prompt, prefix_holder=both.holder()))[1] == 96

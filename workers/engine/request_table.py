@@ -22,7 +22,7 @@ from .block_table import (
 from .config import EngineConfig
 from .plan import FirstTokens
 from .resume import Hit, LeasedPrefix, ResumePoints
-from .sequence import Search, Sequence, SequenceSpec, State, Task
+from .sequence import PrefixRetention, Search, Sequence, SequenceSpec, State, Task
 from .states import SequenceStates
 
 
@@ -168,7 +168,7 @@ class RequestTable:
         if self._count_ring(sequence) > sum(table.num_ring for table in sequence.tables):
             sequence.import_hashes = ()
         self.states.admit(sequence, hit)
-        ends = (retention.num_tokens for retention in sequence.retentions)
+        ends = (self._retained_end(sequence, each) for each in sequence.retentions)
         sequence.points = self.resume.points(len(sequence.spec.tokens), hit, ends)
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
         sequence.started = self.clock()
@@ -391,15 +391,24 @@ class RequestTable:
         if not sequence.retentions or sequence.num_computed < num_tokens:
             return
         for each in sequence.retentions:
-            point = self.resume.at(
-                sequence.chain, self.resume.last_point(num_tokens, each.num_tokens)
-            )
+            kept = self._retained_end(sequence, each) // self.config.block_size
+            point = self.resume.longest(sequence.chain[:kept], self.pool.has, self.states.pool.has)
             end = self.clock() + each.seconds
             names = [name for _, names in point.parts for name in names]
             self.pool.retain(names, sequence.spec.tenant, end)
             if point.state is not None:
                 self.states.pool.retain([point.state], sequence.spec.tenant, end)
         sequence.retentions = ()
+
+    def _retained_end(self, sequence: Sequence, retention: PrefixRetention) -> int:
+        """Returns the last resume point of a retained prefix that fits into the tenant's share.
+
+        Blocks beyond the share are not retained, and no sequence can continue from a part of a
+        point.
+        """
+        return self.resume.last_within(
+            len(sequence.spec.tokens), retention.num_tokens, self.pool.retained.most_each
+        )
 
     def end_retentions(self) -> None:
         """Ends the retentions whose time is over."""

@@ -6,6 +6,7 @@ its end, so parts with the right names belong together. A hit is a whole point o
 model with one full table every full block is a point. Pure: knows names, not blocks.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -81,15 +82,15 @@ class ResumePoints:
         """Returns the last possible point at or before `end` of a prompt of `num_tokens`."""
         return min(end, num_tokens - 1) // self.alignment * self.alignment
 
-    def at(self, chain: Items[bytes], position: int) -> Hit:
-        """Returns the point at a position, whether or not it is cached."""
-        return Hit(
-            num_tokens=position,
-            num_matched=position,
-            parts=tuple(
-                self._part(chain, number, position, None) for number in range(len(self._tables))
-            ),
-            state=self._digest(chain, position) if position and self._has_state else None,
+    def last_within(self, num_tokens: int, end: int, num_blocks: int) -> int:
+        """Returns the last possible point as of `last_point` that needs at most `num_blocks`."""
+        possible = range(0, self.last_point(num_tokens, end) + 1, self.alignment)
+        return possible[bisect_right(possible, num_blocks, key=self._num_blocks) - 1]
+
+    def _num_blocks(self, position: int) -> int:
+        """Returns the number of blocks of a point; a later point never has fewer."""
+        return sum(
+            position // table.block_size - window_first(table, position) for table in self._tables
         )
 
     def longest(

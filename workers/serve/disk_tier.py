@@ -24,8 +24,11 @@ logger = logging.getLogger(__name__)
 
 # For a group of ranks; the other ranks wait `collective_seconds` for rank 0.
 _OPEN_SECONDS: Final = 20.0
-_LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the engine computes the rest
-_RETRY_SECONDS: Final = 60.0  # pause before a slow or failed disk is tried again
+# After this time no further blocks of a prompt are read: the engine computes the rest. A disk whose
+# single read takes this long hangs.
+_LOAD_SECONDS: Final = 5.0
+_LOAD_SHARE: Final = 0.8  # of _LOAD_SECONDS: the longest predicted read
+_RETRY_SECONDS: Final = 60.0  # pause before a disk that hangs or has failed is tried again
 # Timeout of a command to the engine, which runs it between two steps.
 _COMMAND_SECONDS: Final = 30.0
 _NUM_LEASED: Final = 4  # blocks written at once; few, because sequences may wait for them
@@ -121,37 +124,43 @@ class DiskTier:
         """Returns the number of leading blocks worth loading; see `PrefixSource.count`."""
         now = self._clock()
         speed = self._bytes_per_second
+        most = len(chain)
         if now < self._no_reads_before:
             return 0
-        is_known = speed > 0 and compute_seconds > 0 and now < self._measured + _RETRY_SECONDS
-        if is_known and self._disk.block_bytes / speed >= compute_seconds:
-            return 0
-        return sum(1 for _ in itertools.takewhile(self.__contains__, chain))
+        if speed > 0 and now < self._measured + _RETRY_SECONDS:
+            read_seconds = self._disk.block_bytes / speed
+            if 0 < compute_seconds <= read_seconds:
+                return 0
+            most = max(int(_LOAD_SHARE * _LOAD_SECONDS / read_seconds), 1)
+        return sum(1 for _ in itertools.takewhile(self.__contains__, itertools.islice(chain, most)))
 
     async def load(self, event: Admitted, group: KvGroup) -> int:
         """Fills the blocks that a sequence imports, on every rank; returns the number of tokens.
 
         These are the first tokens of the blocks. They are fewer if a file is missing or damaged, or
-        if time is up. Then other ranks may still write to the blocks until `KvGroup.stop`.
+        if time is up. If the disk hangs, other ranks may still write to the blocks until
+        `KvGroup.stop`.
         """
         num_filled = 0
         started = self._clock()
+        deadline = started + _LOAD_SECONDS
         blocks = event.tables[0].blocks[event.num_cached // self._block_size :]
         try:
-            async with asyncio.timeout(_LOAD_SECONDS):
-                while num_filled < len(event.import_hashes):
-                    wanted = event.import_hashes[num_filled : num_filled + self._num_read]
-                    targets = blocks[num_filled : num_filled + len(wanted)]
-                    parts = group.read_disk(
-                        event.id, worker_pb2.DiskBlocks(hashes=wanted, blocks=targets)
-                    )
+            while num_filled < len(event.import_hashes) and self._clock() < deadline:
+                wanted = event.import_hashes[num_filled : num_filled + self._num_read]
+                targets = blocks[num_filled : num_filled + len(wanted)]
+                command = worker_pb2.DiskBlocks(hashes=wanted, blocks=targets)
+                async with asyncio.timeout(_LOAD_SECONDS):
+                    parts = group.read_disk(event.id, command)
                     num_read = min(await asyncio.gather(self._disk.read(wanted, targets), *parts))
-                    num_filled += num_read
-                    if num_read < len(wanted):
-                        break
+                num_filled += num_read
+                if num_read < len(wanted):
+                    break
         except TimeoutError:
             logger.warning(
-                "KV cache on disk: reading takes too long; no block is read for %g seconds",
+                "KV cache on disk: a read takes more than %g seconds; no block is read for %g "
+                "seconds",
+                _LOAD_SECONDS,
                 _RETRY_SECONDS,
             )
             self._no_reads_before = self._clock() + _RETRY_SECONDS

@@ -18,6 +18,7 @@ import grpc.aio
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import PeerStream
 from ...proto.hashing import hash_chain
+from ...proto.limits import PREFIX_FETCH_SECONDS
 from ..engine.engine import Engine
 from ..engine.events import Admitted
 from ..engine.plan import FirstTokens
@@ -31,9 +32,7 @@ from .engine_thread import EngineRunner
 
 logger = logging.getLogger(__name__)
 
-# For a prefix, from the request for its lease; the engine computes the tokens that are missing.
-_FETCH_SECONDS: Final = 5.0
-_LEASE_SECONDS: Final = 2 * _FETCH_SECONDS  # then a lease ends by itself
+_LEASE_SECONDS: Final = 2 * PREFIX_FETCH_SECONDS  # then a lease ends by itself
 _FIRST_ID: Final = 1 << 62  # of leases; far from the ids of sequences
 # The protocol ends a transfer with first tokens; nobody uses these.
 _NO_FIRST_TOKENS: Final = FirstTokens(tokens=(0,))
@@ -74,10 +73,10 @@ class PrefixLender:
             async with asyncio.timeout(_LEASE_SECONDS):
                 chain = list((await anext(requests)).hashes)
                 await self._thread.call(
-                    lambda engine: leased.append(engine.lease_prefix(chain)), _FETCH_SECONDS
+                    lambda engine: leased.append(engine.lease_prefix(chain)), PREFIX_FETCH_SECONDS
                 )
                 self._load_changed()
-                await self._thread.settle(_FETCH_SECONDS)
+                await self._thread.settle(PREFIX_FETCH_SECONDS)
                 (prefix,) = leased
                 await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, prefix, chain)))
                 async for _ in requests:  # until the other side has the blocks or gives up
@@ -137,7 +136,8 @@ class PrefixImporter:
         if event.prefix_source != "remote":
             return await self._disk.load(event, self._kv) if self._disk is not None else 0
         try:
-            async with asyncio.timeout(_FETCH_SECONDS):
+            # From the request for the lease; the engine computes the tokens that are missing.
+            async with asyncio.timeout(PREFIX_FETCH_SECONDS):
                 return await self._fetch(event, spec, holder)
         except (
             TransferError,

@@ -3,6 +3,8 @@
 It knows neither the other ranks nor which blocks are worth keeping.
 """
 
+import errno
+import logging
 import struct
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +17,8 @@ from ..kv_cache.block_files import BlockFiles
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
 from ..kv_cache.tables import TableBlocks
+
+logger = logging.getLogger(__name__)
 
 _PART: Final = struct.Struct(">II")  # number of ranks, rank
 
@@ -54,21 +58,28 @@ class RankDisk:
         """Writes a block to a file, unless the file exists; one call at a time.
 
         The block may have another owner after the first await. Raises OSError if the disk refuses
-        it.
+        it, or if a GPU has no memory for the copy.
         """
-        reads = [self._kv.read(TableBlocks((block,)), span) for span in _spans(self._kv)]
-        parts = [await read for read in reads]
+        try:
+            reads = [self._kv.read(TableBlocks((block,)), span) for span in _spans(self._kv)]
+            parts = [await read for read in reads]
+        except MemoryError as error:
+            raise OSError(errno.ENOMEM, str(error)) from error
         await in_thread(partial(self.files.write, digest, parts), "tandem-disk-write")
 
     async def read(self, digests: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Fills blocks of the KV cache; returns the number filled, counted from the first block.
 
-        The number is smaller than requested if a file is missing or damaged. After a cancel nothing
-        is written.
+        The number is smaller than requested if a file is missing or damaged, or if a GPU has no
+        memory for a copy. After a cancel nothing is written.
         """
         payloads = await in_thread(partial(self._read, digests), "tandem-disk-read")
-        for block, payload in zip(blocks, payloads, strict=False):
-            self._fill(block, payload)
+        for index, payload in enumerate(payloads):
+            try:
+                self._fill(blocks[index], payload)
+            except MemoryError as error:
+                logger.warning("KV cache on disk: a block is computed instead: %s", error)
+                return index
         return len(payloads)
 
     def _read(self, digests: Sequence[bytes]) -> list[memoryview]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
-from ....proto.limits import MAX_CACHE_BREAKPOINTS
+from ....proto.limits import MAX_CACHE_BREAKPOINTS, RETENTION_SECONDS
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
 from ...frontend.chat import json_object, must_call
 from ...frontend.schemas.json_schemas import close_objects
@@ -202,18 +202,20 @@ def set_parameters(
 def set_prompt_cache(
     request: inference_pb2.GenerateRequest, options: PromptCacheOptions | None
 ) -> None:
-    """Sets how long the prompt and its marks stay in the prefix cache, from OpenAI's options."""
+    """Sets how long the prompt and its marks stay in the prefix cache, from OpenAI's options.
+
+    Of their `ttl` and prompt_cache_retention, the prompt gets the longer time. An unknown
+    prompt_cache_retention stays, for the check of the request to refuse it.
+    """
     ttl = None if options is None else options.ttl
     for mark in request.cache_breakpoints:
         if mark.retention == REQUEST_TTL:
             mark.retention = ttl or "30m"
-    if options is None or ttl is None:
+    request.only_cache_breakpoints = options is not None and options.mode == "explicit"
+    if ttl is None or request.only_cache_breakpoints:
         return
-    if request.prompt_cache_retention:
-        raise InvalidArgument(
-            "cannot be combined with prompt_cache_options", "prompt_cache_retention"
-        )
-    if options.mode != "explicit":
+    given = RETENTION_SECONDS.get(request.prompt_cache_retention or ttl)
+    if given is not None and given <= RETENTION_SECONDS[ttl]:
         request.prompt_cache_retention = ttl
 
 

@@ -216,6 +216,40 @@ async def test_marks_inherit_the_ttl_of_the_request(
     assert retained(service) == [(inherited[0], 1_800)]
 
 
+@pytest.mark.parametrize(
+    ("retention", "seconds"), [("in_memory", 1_800), ("30m", 1_800), ("24h", 86_400)]
+)
+async def test_of_two_times_of_openai_the_longer_one_counts(
+    service: Service, client: openai.AsyncOpenAI, retention: Any, seconds: int
+) -> None:
+    service.source.answer = ANSWER
+    both: Any = {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": retention}
+    await client.chat.completions.create(model="tiny", messages=ASK, **both)
+    assert retained(service) == [(last_prompt(service), seconds)]
+    await client.responses.create(model="tiny", input="hello?", **both)
+    assert retained(service) == [(last_prompt(service), seconds)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt_cache_retention": "24h"}])
+async def test_the_explicit_mode_of_openai_keeps_only_what_is_marked(
+    service: Service, client: openai.AsyncOpenAI, fields: dict[str, Any]
+) -> None:
+    """The key still chooses the worker."""
+    service.source.answer = ANSWER
+    asked: Any = fields | {"prompt_cache_key": "k", "prompt_cache_options": EXPLICIT}
+    await client.chat.completions.create(model="tiny", messages=ASK, **asked)
+    assert retained(service) == []
+    assert service.source.requests[-1].affinity
+    await client.responses.create(model="tiny", input="hello?", **asked)
+    assert retained(service) == []
+    assert service.source.requests[-1].affinity
+    marked = {"type": "text", "text": "A book.", "prompt_cache_breakpoint": EXPLICIT}
+    content: Any = [marked, {"type": "text", "text": "So?"}]
+    said: Any = [{"role": "user", "content": content}]
+    await client.chat.completions.create(model="tiny", messages=said, **asked)
+    assert retained(service) == [("user: A book.\n", 1_800)]
+
+
 async def test_hints_of_grpc_and_of_the_python_client(grpc_service: Service) -> None:
     grpc_service.source.answer = ANSWER
     async with AsyncClient(grpc_service.grpc) as client:
@@ -247,8 +281,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl"),
     (
         "/v1/chat/completions",
-        {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "1h"},
-        "prompt_cache_retention: cannot be combined",
+        {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "1y"},
+        "prompt_cache_retention: must be one of",
     ),
     (
         "/v1/chat/completions",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proto.costs import KvCost, LinearCost, TableCost
-from tandem.proto.limits import mixed_chunk
+from tandem.proto.limits import PREFIX_FETCH_SECONDS, mixed_chunk
 from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.policy import (
     NEUTRAL_PREFILL,
@@ -259,7 +259,8 @@ def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
 def test_a_prefix_is_fetched_only_where_that_is_faster(
     num_tokens: int, prefill: list[Candidate], decode: list[Candidate], transfer: LinearCost
 ) -> None:
-    """The source has the most cached tokens, and the fetch is faster than the computation.
+    """The source has the most cached tokens, and the fetch is faster than the computation and ends
+    before the worker gives it up.
 
     The last token of a prompt is always computed.
     """
@@ -268,9 +269,20 @@ def test_a_prefix_is_fetched_only_where_that_is_faster(
         found = choose_holder(num_tokens, first, decode)
         most = max((one.matched_tokens for one in decode), default=0)
         missing = min(most, num_tokens - 1) - first.matched_tokens
-        is_faster = transfer.seconds(missing * KV_BYTES) < missing * first.prefill.each
+        most_seconds = min(missing * first.prefill.each, 0.8 * PREFIX_FETCH_SECONDS)
+        is_faster = transfer.seconds(missing * KV_BYTES) < most_seconds
         assert (found is not None) == (missing >= 64 and is_faster)
         assert found is None or found.matched_tokens == most
+
+
+@pytest.mark.parametrize(("share", "fetches"), [(0.7, True), (0.9, False), (2.0, False)])
+def test_a_prefix_that_the_worker_would_give_up_is_computed(share: float, fetches: bool) -> None:
+    """However long the computation takes."""
+    prefill = idle("p0", prefill=LinearCost(fixed=0.0, each=1.0))
+    seconds = share * PREFIX_FETCH_SECONDS
+    transfer = LinearCost(fixed=0.0, each=seconds / (8192 * KV_BYTES))
+    holder = idle("d0", transfer=transfer, matched_tokens=8192)
+    assert (choose_holder(16_000, prefill, [holder]) == holder) == fetches
 
 
 def test_of_equal_holders_the_less_loaded_is_asked() -> None:

@@ -13,11 +13,13 @@ from tandem.tests.workers.engine.drive import (
     tokens_of,
 )
 from tandem.tests.workers.engine.harness import Worker
-from tandem.tests.workers.engine.test_states import CONFIG as STATES
+from tandem.tests.workers.engine.test_states import CONFIG
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.sequence import PrefixRetention, SequenceSpec, Task
+from tandem.workers.kv_cache.tables import TableSpec
 
 KEPT = tuple(range(100, 117))  # four full blocks of four tokens, and one token
+STATES = replace(CONFIG, num_blocks=96, num_states=24)
 WINDOWS = replace(STATES, num_states=0)
 
 
@@ -96,6 +98,41 @@ def test_of_a_long_prefix_the_share_keeps_its_first_blocks(worker: MakeWorker) -
     assert cached(target, 2, tokens) == 32
 
 
+@pytest.mark.parametrize(
+    ("config", "num_cached"),
+    [
+        (WINDOWS, 44),
+        (STATES, 44),
+        (replace(STATES, tables=(TableSpec(block_size=2),)), 48),
+        (replace(WINDOWS, tables=(TableSpec(block_size=2, window=5),)), 80),
+    ],
+)
+def test_of_a_long_prefix_the_share_keeps_the_last_resume_point_that_fits(
+    config: EngineConfig, num_cached: int
+) -> None:
+    """With its window and its state; without them, its first blocks would be useless."""
+    target = Worker(config)
+    tokens = tuple(range(1000, 1081))
+    target.submit(retaining(1, tokens))
+    run(target)
+    others(target, 10)
+    assert cached(target, 2, tokens) == num_cached
+
+
+@pytest.mark.parametrize("config", [WINDOWS, STATES])
+def test_a_mark_without_a_resume_point_keeps_the_one_before_it(config: EngineConfig) -> None:
+    """The prompt continues from a cached point after the mark, so that it leaves none there."""
+    target = Worker(config)
+    tokens = tuple(range(1000, 1041))
+    target.submit(spec(1, tokens, max_tokens=1))
+    run(target)
+    retention = PrefixRetention(num_tokens=22, seconds=300)
+    target.submit(spec(2, tokens, max_tokens=1, retentions=(retention,)))
+    assert cached_of(run(target), 2) == 40
+    others(target, 10)
+    assert cached(target, 3, tokens) == 12
+
+
 def test_retention_never_keeps_a_sequence_from_running(worker: MakeWorker) -> None:
     """A prompt that needs the whole pool gets it."""
     target = worker(growth_tokens=0)
@@ -112,7 +149,6 @@ def test_a_prompt_leaves_a_resume_point_at_the_end_of_its_retained_prefix(
     config: EngineConfig,
 ) -> None:
     """Another continuation finds it; without it, a window or a state is missing there."""
-    config = replace(config, num_blocks=96, num_states=config.num_states and 24)
     system = tuple(range(1, 15))
     for seconds, num_cached in ((300.0, 12), (0.0, 0)):
         target = Worker(config)

@@ -194,6 +194,30 @@ def test_a_hit_is_one_whole_point_and_the_longest(
 
 
 @given(
+    tables=TABLES,
+    num_tokens=st.integers(1, 200),
+    end=st.integers(0, 200),
+    num_blocks=st.integers(0, 60),
+)
+def test_the_last_point_that_fits_is_found(
+    tables: tuple[TableSpec, ...], num_tokens: int, end: int, num_blocks: int
+) -> None:
+    """Against a model that counts the blocks of every point."""
+    points = ResumePoints(engine_config(num_blocks=1, block_size=2, tables=tables))
+
+    def count(position: int) -> int:
+        return sum(
+            table.window is None or (index + 1) * table.block_size > position - table.window + 1
+            for table in tables
+            for index in range(position // table.block_size)
+        )
+
+    possible = range(0, min(end, num_tokens - 1) + 1, alignment(tables))
+    fitting = [position for position in possible if count(position) <= num_blocks]
+    assert points.last_within(num_tokens, end, num_blocks) == fitting[-1]
+
+
+@given(
     size=st.integers(1, 4),
     window=st.integers(1, 12),
     step=st.integers(1, 3),
