@@ -321,7 +321,8 @@ class GenerationService:
     ) -> None:
         """Refuses a request before its tokenization if admission would refuse it afterwards.
 
-        Raises KeyLimitReached, DeadlineExceeded, Overloaded, or the error of `Admission.stop`.
+        Raises KeyLimitReached, DeadlineExceeded, Overloaded, Unavailable if no worker can take it,
+        or the error of `Admission.stop`.
         """
         caller = context.caller
         caller.quota.check_tokens()

@@ -25,10 +25,12 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity
+from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.router.slo import SloClass
 from tandem.router.telemetry.prometheus import PrometheusMetrics
 from tandem.router.telemetry.requests import RequestTelemetry
 from tandem.tests.metrics_page import MetricsPage
+from tandem.tests.router import pools
 from tandem.tests.router.api.answers import (
     LENGTH,
     NONE,
@@ -281,6 +283,26 @@ async def test_admission_may_refuse_before_tokens_are_counted(
         )
     await service.accept(request(stopping={"max_tokens": 3}), RequestContext(arrived=0))
     assert admission.asked == [(95, 101, "t", 3), (0, 3, "", 0)]
+
+
+async def test_a_request_that_no_worker_takes_is_not_charged_and_not_counted(
+    model: ServedModel,
+) -> None:
+    """Batches and clients send it again every second, until a worker is ready."""
+    registry = WorkerRegistry()
+    telemetry = RequestTelemetry()
+    service = GenerationService(
+        [model], FakeTokenSource(), Admission(registry), telemetry=telemetry
+    )
+    context = RequestContext(arrived=0, caller=Caller())
+    context.caller.quota.resize(None, 1_000, None)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="no worker is ready"):
+            await service.accept(request(prompt={"text": "x" * 40}), context)
+    assert context.caller.quota.headers()["x-ratelimit-remaining-tokens"] == "1000"
+    assert telemetry.totals.begun == 0
+    pools.fill(registry, prefill=0, decode=1)
+    await service.accept(request(prompt={"text": "x" * 40}), context)
 
 
 async def test_an_early_refusal_is_a_miss_of_its_slo_class(model: ServedModel) -> None:
