@@ -492,6 +492,34 @@ async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> No
             assert next_one.ops_address == first.ops_address
 
 
+async def test_a_router_that_drains_leaves_its_ops_port_to_its_successor(folder: Path) -> None:
+    async with fleet(
+        1, 1, rank=lambda role: fake_rank(vocab_size=300, step_seconds=SLOW_STEP)
+    ) as running:
+        first = await start(folder, running)
+        config = load_config(None, {"model": "m", "router.grpc_port": 0, "router.http_port": 0})
+        second = await RouterRuntime.start(
+            config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
+        )
+        await second.serve_ops(0, application="m.2", replaced=[first.ops_address])
+        assert second.ops_address == first.ops_address
+        await second.update([worker.info() for worker in running.workers])
+        async with (
+            AsyncClient(first.grpc_address) as client,
+            client.stream(prompt(2), max_tokens=1_000, ignore_eos=True) as stream,
+        ):
+            await anext(stream)
+            stopping = asyncio.create_task(first.stop(NEVER))
+            await asyncio.sleep(0)
+            assert {await state_of(first, "/ready") for _ in range(20)} == {(200, "ok")}
+            running.hurry()
+            async for _ in stream:
+                pass
+        async with asyncio.timeout(WAIT):
+            await stopping
+        await second.stop(0)
+
+
 async def test_a_page_in_a_browser_does_not_read_the_metrics(folder: Path) -> None:
     """A page tries DNS rebinding; the ops port also changes nothing."""
     async with AsyncExitStack() as scope:
