@@ -383,6 +383,9 @@ STEP_SECONDS = _histogram(
 STEP_TOKENS = _histogram(
     "tandem_step_tokens", "Tokens computed in one step.", _STEP_TOKENS, worker=True
 )
+COMPUTED_TOKENS = _counter(
+    "tandem_computed_tokens_total", "Tokens computed in all steps.", worker=True
+)
 SUSPENDS = _counter("tandem_suspends_total", "Choices that were suspended.", worker=True)
 RECOMPUTED = _counter(
     "tandem_recomputed_tokens_total", "Tokens computed again after an interruption.", worker=True
