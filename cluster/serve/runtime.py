@@ -337,7 +337,7 @@ def _monitor(config: TandemConfig, browsers: BrowserRules, secret: bytes) -> Rou
         config.served_name,
         counts=config.metrics,
         browsers=browsers,
-        spans=open_spans(tracing.endpoint, tracing.sample_ratio, config.name, config.served_name),
+        spans=open_spans(tracing.endpoint, tracing.sample_ratio, config.name),
         trace_file=trace_file,
         slo_classes=config.slo,
         logs_requests=config.log_format == "json",

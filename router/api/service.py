@@ -361,6 +361,7 @@ def _facts(request: PreparedRequest) -> RequestFacts:
         tenant=tokens.tenant,
         key_name=request.key_name,
         is_chat=request.chat is not None,
+        is_embedding=bool(submit.pooling),
         temperature=submit.sampling.temperature,
         top_p=submit.sampling.top_p,
         trace=request.trace,

@@ -69,6 +69,7 @@ class RequestFacts:
     tenant: str = ""
     key_name: str = ""  # of the caller's key
     is_chat: bool = False
+    is_embedding: bool = False  # also of a chat
     temperature: float = 0.0
     top_p: float = 1.0
     trace: TraceContext | None = None

@@ -110,9 +110,7 @@ class RouterMonitor:
         self.metrics.set(KV_CACHE_USAGE, used / total if total else 0.0)
 
 
-def open_spans(
-    endpoint: str | None, sample_ratio: float, service: str, model_name: str
-) -> "SpanRecorder | None":
+def open_spans(endpoint: str | None, sample_ratio: float, service: str) -> "SpanRecorder | None":
     """Returns a recorder that exports spans to a collector's URL; None without one.
 
     Raises InvalidArgument if a package is not installed.
@@ -123,4 +121,4 @@ def open_spans(
     from .tracing import SpanRecorder, otlp_sink  # needs packages that most services lack
 
     sink = otlp_sink(endpoint)
-    return SpanRecorder(sink, service=service, model_name=model_name, sample_ratio=sample_ratio)
+    return SpanRecorder(sink, service=service, sample_ratio=sample_ratio)

@@ -28,7 +28,7 @@ from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.router.slo import SloClass
 from tandem.router.telemetry.prometheus import PrometheusMetrics
-from tandem.router.telemetry.requests import RequestTelemetry
+from tandem.router.telemetry.requests import EndedRequest, RequestTelemetry
 from tandem.tests.metrics_page import MetricsPage
 from tandem.tests.router import pools
 from tandem.tests.router.api.answers import (
@@ -303,6 +303,19 @@ async def test_a_request_that_no_worker_takes_is_not_charged_and_not_counted(
     assert telemetry.totals.begun == 0
     pools.fill(registry, prefill=0, decode=1)
     await service.accept(request(prompt={"text": "x" * 40}), context)
+
+
+async def test_observers_know_which_requests_are_embeddings(model: ServedModel) -> None:
+    ended = list[EndedRequest]()
+    telemetry = RequestTelemetry(observers=[ended.append])
+    service = GenerationService([model], FakeTokenSource(), telemetry=telemetry)
+    for pooling in (inference_pb2.POOLING_UNSPECIFIED, inference_pb2.POOLING_MEAN):
+        prepared = await service.accept(request(pooling=pooling), RequestContext(arrived=0))
+        async with aclosing(service.run(prepared, inference_pb2.Timeline())) as messages:
+            async for _ in messages:
+                pass
+    assert [each.facts.is_embedding for each in ended] == [False, True]
+    assert {each.facts.model for each in ended} == {"tiny"}
 
 
 async def test_an_early_refusal_is_a_miss_of_its_slo_class(model: ServedModel) -> None:
