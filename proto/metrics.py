@@ -177,9 +177,9 @@ RUNNING = _gauge("vllm:num_requests_running", "Requests of this router that are 
 WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait in this router.")
 WAITING_BY_REASON = _gauge(
     "vllm:num_requests_waiting_by_reason",
-    "Requests that wait in this router; capacity: for free capacity; deferred: interrupted ones, "
-    "for a worker that can continue them.",
-    reason=("capacity", "deferred"),
+    "Requests that wait in this router; capacity: for free capacity; batch: lines of batches, for "
+    "free capacity; deferred: interrupted ones, for a worker that can continue them.",
+    reason=("capacity", "batch", "deferred"),
 )
 KV_CACHE_USAGE = _gauge(
     "vllm:kv_cache_usage_perc",

@@ -166,7 +166,7 @@ class GenerationService:
             raise
         except (Overloaded, DeadlineExceeded, Unavailable) as error:
             # `prepare` has checked the class before it can wait or be refused.
-            slo = find_slo(model.slo, request.service_tier)
+            slo = find_slo(model.slo, request.service_tier, is_batch=context.is_batch)
             outcome: SloOutcome = "refused" if isinstance(error, Overloaded) else "failed"
             count_slo(self.metrics, slo, outcome)
             raise
@@ -331,7 +331,7 @@ class GenerationService:
         # A resumption is admitted at once, if its tokens are valid.
         is_resumption = bool(request.resume or context.event_id)
         if self._admission is not None and not is_resumption:
-            slo = find_slo(model.slo, request.service_tier)
+            slo = find_slo(model.slo, request.service_tier, is_batch=context.is_batch)
             self._admission.check_early(
                 _estimated(request),
                 caller.tenant,
@@ -362,6 +362,7 @@ def _facts(request: PreparedRequest) -> RequestFacts:
         key_name=request.key_name,
         is_chat=request.chat is not None,
         is_embedding=bool(submit.pooling),
+        is_batch=tokens.is_batch,
         temperature=submit.sampling.temperature,
         top_p=submit.sampling.top_p,
         trace=request.trace,

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -26,13 +26,21 @@ from tandem.cluster.bench.load import run_bench
 from tandem.cluster.bench.options import BenchOptions, LoadOptions, ServerAddress, Workload
 from tandem.cluster.config import load_config
 from tandem.cluster.serve.runtime import RouterRuntime
+from tandem.cluster.serve.telemetry.monitor import RouterMonitor
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument, NotFound
+from tandem.router.api.browsers import BrowserRules
 from tandem.router.client.client import AsyncClient
+from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.request import TokenRequest
+from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.router.telemetry.prometheus import PrometheusMetrics
 from tandem.tests.fleet import Fleet, fake_rank, fleet
 from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
+from tandem.tests.router import pools
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 from tandem.tests.waits import NEVER, SLOW_STEP, WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -278,6 +286,42 @@ async def test_a_worker_whose_session_has_broken_is_not_ready(folder: Path) -> N
         ]
         assert counts == [1, 0, 1]
         await router.stop(0)
+
+
+async def test_lines_of_batches_that_wait_are_counted_apart() -> None:
+    registry = WorkerRegistry()
+    pools.fill(registry, prefill=1, decode=1, max_sequences=1, num_blocks=256)
+    admission = Admission(registry)
+    dispatcher = Dispatcher(registry, admission, identity=IDENTITY)
+    monitor = RouterMonitor(
+        "m",
+        counts=True,
+        browsers=BrowserRules(),
+        spans=None,
+        trace_file=None,
+        slo_classes=(),
+        logs_requests=False,
+    )
+    monitor.watch(admission, dispatcher, registry)
+
+    async def hold(asked: TokenRequest) -> None:
+        async with admission.permit(asked):
+            pass
+
+    async with admission.permit(pools.request([1] * 9, "runs")):
+        asked = [pools.request([2] * 9, name) for name in ("one", "two", "line")]
+        asked[-1] = replace(asked[-1], is_batch=True)
+        waiting = [asyncio.create_task(hold(each)) for each in asked]
+        async with asyncio.timeout(WAIT):
+            while len(admission.queue) < 3:
+                await asyncio.sleep(0)
+        assert isinstance(monitor.metrics, PrometheusMetrics)
+        page = MetricsPage(monitor.metrics.render().decode())
+    assert page.value("vllm:num_requests_waiting") == 3
+    for reason, count in (("capacity", 2), ("batch", 1), ("deferred", 0)):
+        assert page.value("vllm:num_requests_waiting_by_reason", reason=reason) == count
+    await asyncio.gather(*waiting)
+    await dispatcher.close()
 
 
 async def test_nothing_is_counted_where_metrics_are_off(folder: Path) -> None:

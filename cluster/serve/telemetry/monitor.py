@@ -90,10 +90,12 @@ class RouterMonitor:
 
     def _read(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
         num_queued = len(admission.queue)
+        num_lines = sum(entry.request.is_batch for entry in admission.queue)
         num_parked = dispatcher.num_parked
         self.metrics.set(RUNNING, max(admission.num_active - num_parked, 0))
         self.metrics.set(WAITING, num_queued + num_parked)
-        self.metrics.set(WAITING_BY_REASON, num_queued, reason="capacity")
+        self.metrics.set(WAITING_BY_REASON, num_queued - num_lines, reason="capacity")
+        self.metrics.set(WAITING_BY_REASON, num_lines, reason="batch")
         self.metrics.set(WAITING_BY_REASON, num_parked, reason="deferred")
         self.metrics.set(READY, not (self.ops.reason or self.ops.failure))
         self.metrics.set(TASKS, len(asyncio.all_tasks()))

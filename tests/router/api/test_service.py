@@ -318,6 +318,15 @@ async def test_observers_know_which_requests_are_embeddings(model: ServedModel) 
     assert {each.facts.model for each in ended} == {"tiny"}
 
 
+async def test_a_line_of_a_batch_has_no_default_class(model: ServedModel) -> None:
+    classed = replace(model, slo={"default": SloClass(ttft_ms=250)})
+    service = GenerationService([classed], FakeTokenSource())
+    for is_batch in (False, True):
+        context = RequestContext(arrived=10, is_batch=is_batch)
+        prepared = await service.accept(request(), context)
+        assert (prepared.slo is None, prepared.tokens.is_batch) == (is_batch, is_batch)
+
+
 async def test_an_early_refusal_is_a_miss_of_its_slo_class(model: ServedModel) -> None:
     admission = Full()
     metrics = PrometheusMetrics("tiny")
