@@ -177,9 +177,9 @@ RUNNING = _gauge("vllm:num_requests_running", "Requests of this router that are 
 WAITING = _gauge("vllm:num_requests_waiting", "Requests that wait in this router.")
 WAITING_BY_REASON = _gauge(
     "vllm:num_requests_waiting_by_reason",
-    "Requests that wait in this router; capacity: for free capacity; deferred: interrupted ones, "
-    "for a worker that can continue them.",
-    reason=("capacity", "deferred"),
+    "Requests that wait in this router; capacity: for free capacity; batch: lines of batches, for "
+    "free capacity; deferred: interrupted ones, for a worker that can continue them.",
+    reason=("capacity", "batch", "deferred"),
 )
 KV_CACHE_USAGE = _gauge(
     "vllm:kv_cache_usage_perc",
@@ -382,6 +382,9 @@ STEP_SECONDS = _histogram(
 )
 STEP_TOKENS = _histogram(
     "tandem_step_tokens", "Tokens computed in one step.", _STEP_TOKENS, worker=True
+)
+COMPUTED_TOKENS = _counter(
+    "tandem_computed_tokens_total", "Tokens computed in all steps.", worker=True
 )
 SUSPENDS = _counter("tandem_suspends_total", "Choices that were suspended.", worker=True)
 RECOMPUTED = _counter(

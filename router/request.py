@@ -46,6 +46,7 @@ class TokenRequest:
     is_recovery: bool = False
     # Requests with equal texts and a common prefix go to the same worker; "": no such request.
     affinity: str = ""
+    is_batch: bool = False  # a line of a batch, for which no client waits
 
     @property
     def prefix_salt(self) -> bytes:

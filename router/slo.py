@@ -77,11 +77,16 @@ def first_token_due(slo: RequestSlo | None, arrived: float) -> float | None:
     return None if ttft_ms is None else arrived + ttft_ms / 1000
 
 
-def find_slo(classes: SloClasses, service_tier: str) -> RequestSlo | None:
+def find_slo(
+    classes: SloClasses, service_tier: str, *, is_batch: bool = False
+) -> RequestSlo | None:
     """Returns the class that a request names, or the default class; None if there is none.
 
-    Raises InvalidArgument for a name that is not configured.
+    A line of a batch never has the default class, because no client waits for it. Raises
+    InvalidArgument for a name that is not configured.
     """
+    if is_batch and service_tier in _DEFAULT_TIERS:
+        return None
     for name in (service_tier, DEFAULT_CLASS):
         if name in classes:
             return RequestSlo(name, classes[name])

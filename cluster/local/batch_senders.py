@@ -43,7 +43,7 @@ def engine_sender(service: GenerationService, caller: Caller = Caller()) -> Send
     async def send(request: BatchRequest) -> BatchAnswer:
         request_id = uuid.uuid4().hex
         body = await asyncio.to_thread(_encode, request.body)
-        context = RequestContext(arrived=time.monotonic(), caller=caller)
+        context = RequestContext(arrived=time.monotonic(), caller=caller, is_batch=True)
         _, answer = POSTS[request.url]
         try:
             with tandem_errors_only():

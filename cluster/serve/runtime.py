@@ -247,8 +247,8 @@ class RouterRuntime:
     ) -> None:
         """Serves /metrics, /live and /ready on `port`, one of the next ports, or any free one.
 
-        `replaced`: the ops addresses of the routers that this one replaces. While both run, either
-        answers on a shared port.
+        `replaced`: the ops addresses of the routers that this one replaces. Until these drain,
+        either answers on a shared port.
         """
         bound, claim = await bind_ops_server(
             partial(self._monitor.ops.start, shares_port=True),
@@ -277,6 +277,7 @@ class RouterRuntime:
         """
         self._is_stopping = True
         self._monitor.ops.reason = "draining"
+        self._monitor.ops.yield_port()  # else probes and scrapes would get either router's answer
         self._dispatcher.announce_stop()
         await self._servers.set_serving(False)
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
@@ -336,7 +337,7 @@ def _monitor(config: TandemConfig, browsers: BrowserRules, secret: bytes) -> Rou
         config.served_name,
         counts=config.metrics,
         browsers=browsers,
-        spans=open_spans(tracing.endpoint, tracing.sample_ratio, config.name, config.served_name),
+        spans=open_spans(tracing.endpoint, tracing.sample_ratio, config.name),
         trace_file=trace_file,
         slo_classes=config.slo,
         logs_requests=config.log_format == "json",

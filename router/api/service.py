@@ -166,7 +166,7 @@ class GenerationService:
             raise
         except (Overloaded, DeadlineExceeded, Unavailable) as error:
             # `prepare` has checked the class before it can wait or be refused.
-            slo = find_slo(model.slo, request.service_tier)
+            slo = find_slo(model.slo, request.service_tier, is_batch=context.is_batch)
             outcome: SloOutcome = "refused" if isinstance(error, Overloaded) else "failed"
             count_slo(self.metrics, slo, outcome)
             raise
@@ -321,7 +321,8 @@ class GenerationService:
     ) -> None:
         """Refuses a request before its tokenization if admission would refuse it afterwards.
 
-        Raises KeyLimitReached, DeadlineExceeded, Overloaded, or the error of `Admission.stop`.
+        Raises KeyLimitReached, DeadlineExceeded, Overloaded, Unavailable if no worker can take it,
+        or the error of `Admission.stop`.
         """
         caller = context.caller
         caller.quota.check_tokens()
@@ -330,7 +331,7 @@ class GenerationService:
         # A resumption is admitted at once, if its tokens are valid.
         is_resumption = bool(request.resume or context.event_id)
         if self._admission is not None and not is_resumption:
-            slo = find_slo(model.slo, request.service_tier)
+            slo = find_slo(model.slo, request.service_tier, is_batch=context.is_batch)
             self._admission.check_early(
                 _estimated(request),
                 caller.tenant,
@@ -360,6 +361,8 @@ def _facts(request: PreparedRequest) -> RequestFacts:
         tenant=tokens.tenant,
         key_name=request.key_name,
         is_chat=request.chat is not None,
+        is_embedding=bool(submit.pooling),
+        is_batch=tokens.is_batch,
         temperature=submit.sampling.temperature,
         top_p=submit.sampling.top_p,
         trace=request.trace,

@@ -84,6 +84,7 @@ class RequestContext:
     keepalive_seconds: float | None = None
     trace: TraceContext | None = None  # the caller's
     reduces_max_tokens: bool = False  # to the rest of the context, as some APIs do
+    is_batch: bool = False  # a line of a batch
 
 
 async def prepare(
@@ -107,7 +108,7 @@ async def prepare(
     check_parameters(request, tokenizer.vocab_size)
     if request.pooling:
         model.pooling.check()
-    slo = find_slo(model.slo, request.service_tier)
+    slo = find_slo(model.slo, request.service_tier, is_batch=context.is_batch)
     fairness_id = context.caller.fairness_id
     await check_prompt(request.prompt, model, fairness_id, drops_turns=request.truncation == "auto")
     admit()
@@ -150,6 +151,7 @@ async def prepare(
             first_token_due=first_token_due(slo, context.arrived),
             ends_at=context.arrived + stopping.max_time_ms / 1000 if stopping.max_time_ms else None,
             affinity=_affinity(request.prompt_cache_key, context.caller),
+            is_batch=context.is_batch,
         ),
         num_returned=count_returned(request),
         tokenizer=tokenizer,

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...proto import worker_pb2
-from ...proto.errors import InvalidArgument, Overloaded, TandemError
+from ...proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
 from ...proto.metrics import NULL_METRICS, REFUSALS, Metrics
 from ..fair_queue import FairQueue, QueueEntry
 from ..request import TokenRequest
@@ -128,10 +128,12 @@ class Admission:
     ) -> None:
         """Raises Overloaded if a request that needs about this capacity would be refused now.
 
-        Takes microseconds, so that it can run before a prompt is tokenized. `deadline` and
-        `first_token_due`: see TokenRequest.
+        Raises Unavailable if no worker could take it. Takes microseconds, so that it can run before
+        a prompt is tokenized. `deadline` and `first_token_due`: see TokenRequest.
         """
         self._check_stopped()
+        if self._capacity.free() is None and not self._registry.has_lost:
+            raise Unavailable(self._registry.unavailable_message)
         if not self._fits_now(needed):
             entry = _Entry(
                 needed=needed,

@@ -69,6 +69,8 @@ class RequestFacts:
     tenant: str = ""
     key_name: str = ""  # of the caller's key
     is_chat: bool = False
+    is_embedding: bool = False  # also of a chat
+    is_batch: bool = False  # a line of a batch
     temperature: float = 0.0
     top_p: float = 1.0
     trace: TraceContext | None = None
@@ -283,11 +285,13 @@ def _report(metrics: Metrics, ended: EndedRequest) -> None:
         metrics.add(CACHED_TOKENS, timeline.cached_tokens)
         metrics.add(PREFIX_QUERIES, facts.num_prompt)
         metrics.add(PREFIX_HITS, timeline.cached_tokens)
-        metrics.observe(TTFT, timeline.ttft_seconds)
+        if not facts.is_batch:
+            metrics.observe(TTFT, timeline.ttft_seconds)
     if not ended.is_complete:
         return
-    metrics.observe(E2E, timeline.end_to_end_seconds)
-    metrics.observe(QUEUE_TIME, timeline.queue_seconds)
+    if not facts.is_batch:  # which wait for all other requests, as they should
+        metrics.observe(E2E, timeline.end_to_end_seconds)
+        metrics.observe(QUEUE_TIME, timeline.queue_seconds)
     metrics.observe(PREFILL_TIME, timeline.prefill_seconds)
     metrics.observe(DECODE_TIME, timeline.decode_seconds)
     at_router = timeline.tokenize_seconds + timeline.queue_seconds

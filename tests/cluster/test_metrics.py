@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -26,13 +26,21 @@ from tandem.cluster.bench.load import run_bench
 from tandem.cluster.bench.options import BenchOptions, LoadOptions, ServerAddress, Workload
 from tandem.cluster.config import load_config
 from tandem.cluster.serve.runtime import RouterRuntime
+from tandem.cluster.serve.telemetry.monitor import RouterMonitor
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument, NotFound
+from tandem.router.api.browsers import BrowserRules
 from tandem.router.client.client import AsyncClient
+from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.request import TokenRequest
+from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.router.telemetry.prometheus import PrometheusMetrics
 from tandem.tests.fleet import Fleet, fake_rank, fleet
 from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
+from tandem.tests.router import pools
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 from tandem.tests.waits import NEVER, SLOW_STEP, WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -280,6 +288,42 @@ async def test_a_worker_whose_session_has_broken_is_not_ready(folder: Path) -> N
         await router.stop(0)
 
 
+async def test_lines_of_batches_that_wait_are_counted_apart() -> None:
+    registry = WorkerRegistry()
+    pools.fill(registry, prefill=1, decode=1, max_sequences=1, num_blocks=256)
+    admission = Admission(registry)
+    dispatcher = Dispatcher(registry, admission, identity=IDENTITY)
+    monitor = RouterMonitor(
+        "m",
+        counts=True,
+        browsers=BrowserRules(),
+        spans=None,
+        trace_file=None,
+        slo_classes=(),
+        logs_requests=False,
+    )
+    monitor.watch(admission, dispatcher, registry)
+
+    async def hold(asked: TokenRequest) -> None:
+        async with admission.permit(asked):
+            pass
+
+    async with admission.permit(pools.request([1] * 9, "runs")):
+        asked = [pools.request([2] * 9, name) for name in ("one", "two", "line")]
+        asked[-1] = replace(asked[-1], is_batch=True)
+        waiting = [asyncio.create_task(hold(each)) for each in asked]
+        async with asyncio.timeout(WAIT):
+            while len(admission.queue) < 3:
+                await asyncio.sleep(0)
+        assert isinstance(monitor.metrics, PrometheusMetrics)
+        page = MetricsPage(monitor.metrics.render().decode())
+    assert page.value("vllm:num_requests_waiting") == 3
+    for reason, count in (("capacity", 2), ("batch", 1), ("deferred", 0)):
+        assert page.value("vllm:num_requests_waiting_by_reason", reason=reason) == count
+    await asyncio.gather(*waiting)
+    await dispatcher.close()
+
+
 async def test_nothing_is_counted_where_metrics_are_off(folder: Path) -> None:
     async with routers(folder, metrics=False) as (router,):
         await ask_grpc(router.grpc_address, Counted(), 1)
@@ -490,6 +534,34 @@ async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> No
             scope.push_async_callback(next_one.stop, 0)
             await next_one.serve_ops(port, application=f"m.{port}", replaced=[first.ops_address])
             assert next_one.ops_address == first.ops_address
+
+
+async def test_a_router_that_drains_leaves_its_ops_port_to_its_successor(folder: Path) -> None:
+    async with fleet(
+        1, 1, rank=lambda role: fake_rank(vocab_size=300, step_seconds=SLOW_STEP)
+    ) as running:
+        first = await start(folder, running)
+        config = load_config(None, {"model": "m", "router.grpc_port": 0, "router.http_port": 0})
+        second = await RouterRuntime.start(
+            config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
+        )
+        await second.serve_ops(0, application="m.2", replaced=[first.ops_address])
+        assert second.ops_address == first.ops_address
+        await second.update([worker.info() for worker in running.workers])
+        async with (
+            AsyncClient(first.grpc_address) as client,
+            client.stream(prompt(2), max_tokens=1_000, ignore_eos=True) as stream,
+        ):
+            await anext(stream)
+            stopping = asyncio.create_task(first.stop(NEVER))
+            await asyncio.sleep(0)
+            assert {await state_of(first, "/ready") for _ in range(20)} == {(200, "ok")}
+            running.hurry()
+            async for _ in stream:
+                pass
+        async with asyncio.timeout(WAIT):
+            await stopping
+        await second.stop(0)
 
 
 async def test_a_page_in_a_browser_does_not_read_the_metrics(folder: Path) -> None:

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -46,6 +47,7 @@ def ended(trace: TraceContext | None = CALLER, **fields: Any) -> EndedRequest:
         num_prompt=20,
         num_choices=1,
         max_tokens=8,
+        model="m",
         trace=trace,
     )
     usual: dict[str, Any] = {
@@ -60,7 +62,7 @@ def ended(trace: TraceContext | None = CALLER, **fields: Any) -> EndedRequest:
 
 def spans_of(*requests: EndedRequest, sample_ratio: float = 1.0) -> tuple[ReadableSpan, ...]:
     exporter = InMemorySpanExporter()
-    recorder = SpanRecorder(exporter, service="tandem", model_name="m", sample_ratio=sample_ratio)
+    recorder = SpanRecorder(exporter, service="tandem", sample_ratio=sample_ratio)
     for request in requests:
         recorder.record(request)
     recorder.close()
@@ -111,12 +113,33 @@ def test_attributes_are_those_of_generative_ai() -> None:
     span = spans_of(ended())[-1]
     assert span.name == "text_completion m"
     found = dict(span.attributes or {})
-    assert found["gen_ai.request.model"] == "m"
+    assert found["gen_ai.request.model"] == found["gen_ai.response.model"] == "m"
+    assert found["gen_ai.provider.name"] == "tandem"
     assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (20, 8)
     assert found["gen_ai.response.finish_reasons"] == ("length",)
     assert found["gen_ai.latency.time_to_first_token"] == 1.0
     assert found["gen_ai.latency.time_in_queue"] == 0.25
     assert span.status.is_ok or span.status.is_unset
+
+
+@pytest.mark.parametrize(
+    ("fields", "operation"),
+    [
+        ({}, "text_completion"),
+        ({"is_chat": True}, "chat"),
+        ({"is_embedding": True}, "embeddings"),
+        ({"is_chat": True, "is_embedding": True}, "embeddings"),
+    ],
+)
+def test_a_span_has_the_operation_and_the_model_of_its_request(
+    fields: dict[str, Any], operation: str
+) -> None:
+    """The model may be an adapter."""
+    span = spans_of(ended(facts=replace(ended().facts, model="adapter", **fields)))[-1]
+    found = dict(span.attributes or {})
+    assert span.name == f"{operation} adapter"
+    assert found["gen_ai.operation.name"] == operation
+    assert found["gen_ai.request.model"] == found["gen_ai.response.model"] == "adapter"
 
 
 def test_a_request_that_fails_is_an_error() -> None:

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from tandem.tests.k8s.manifests import (
     render,
 )
 from tandem.tests.k8s.schemas import complaints, unknown_keys
+from tandem.tests.prometheus import dashboard_expressions
 
 Change = Callable[[Manifests], object]
 
@@ -484,11 +485,15 @@ def test_a_pod_gets_the_command_of_kuberay() -> None:
 
 
 def unknown_metrics(rules: Document) -> set[str]:
-    """Returns the metrics in rules that nothing serves. Ray serves workers' metrics as ray_NAME."""
+    """Returns the metrics in rules that nothing serves."""
+    return unknown_in(rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"])
+
+
+def unknown_in(expressions: Iterable[str]) -> set[str]:
+    """Returns the metrics in expressions that nothing serves. Ray serves workers' as ray_NAME."""
     known = {
         metric.name if metric.source == "router" else f"ray_{metric.name}" for metric in METRICS
     }
-    expressions = [rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]]
     used = {
         name for each in expressions for name in re.findall(r"(?:vllm:|(?:ray_)?tandem_)\w+", each)
     }
@@ -538,6 +543,12 @@ def test_grafana_finds_the_dashboard() -> None:
     assert json.loads(text) == json.loads(
         (K8S / "components" / "monitoring" / "tandem-dashboard.json").read_text()
     )
+
+
+def test_the_dashboard_names_metrics_that_there_are_and_no_sum_that_ray_estimates() -> None:
+    expressions = dashboard_expressions("m")
+    assert unknown_in(expressions) == set()
+    assert not [each for each in expressions if re.search(r"ray_tandem_\w+_sum\b", each)]
 
 
 def hadolint(dockerfile: Path) -> str:

@@ -61,6 +61,8 @@ def test_a_request_names_its_class() -> None:
     for tier in ("", "auto", "default"):
         assert find_slo(classes, tier) is None
         assert find_slo(classes | {"default": BATCH}, tier) == RequestSlo("default", BATCH)
+        assert find_slo(classes | {"default": BATCH}, tier, is_batch=True) is None
+    assert find_slo(classes, "batch", is_batch=True) == RequestSlo("batch", BATCH)
     with pytest.raises(InvalidArgument) as caught:
         find_slo(classes, "flex")
     assert str(caught.value) == ("service_tier: must be one of auto, batch, default, interactive")

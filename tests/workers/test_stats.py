@@ -15,6 +15,7 @@ from tandem.cluster.serve.status import WorkerStatuses
 from tandem.proto import worker_pb2
 from tandem.proto.metrics import (
     BLOCKS,
+    COMPUTED_TOKENS,
     CPU_POWER,
     GPU_MEMORY,
     GPU_POWER,
@@ -93,12 +94,13 @@ async def test_a_worker_reports_what_it_has_and_has_done() -> None:
         assert figures.values[BLOCKS, ("cached",)] == 1  # of 20 + 4 tokens
         assert [figures.values[SEQUENCES, (state,)] for state in ("running", "waiting")] == [0, 0]
         assert figures.values[LEASES, ()] == figures.values[TRANSFERS, ()] == 0
-        assert sum(figures.observed[STEP_TOKENS]) == 20 + 4
+        assert sum(figures.observed[STEP_TOKENS]) == figures.sums[COMPUTED_TOKENS, ()] == 20 + 4
         assert len(figures.observed[STEP_SECONDS]) >= 5
         assert min(figures.observed[STEP_SECONDS]) > 0
         figures.observed.clear()
         await worker.report_metrics(with_integrity=False)
         assert not figures.observed[STEP_TOKENS]  # nothing is reported twice
+        assert figures.sums[COMPUTED_TOKENS, ()] == 20 + 4
     await worker.stop()
 
 

@@ -11,6 +11,7 @@ import torch
 from ...proto import worker_pb2
 from ...proto.metrics import (
     BLOCKS,
+    COMPUTED_TOKENS,
     CPU_POWER,
     GPU_MEMORY,
     GPU_POWER,
@@ -61,11 +62,14 @@ class WorkerStats:
         metrics.set(SEQUENCES, load.num_waiting, state="waiting")
         metrics.set(LEASES, self.kv.num_leases)
         metrics.set(TRANSFERS, self.kv.num_transfers)
+        num_computed = 0
         for _ in range(len(self.steps)):
             seconds, num_tokens = self.steps.popleft()
             metrics.observe(STEP_SECONDS, seconds)
             if num_tokens:
                 metrics.observe(STEP_TOKENS, num_tokens)
+                num_computed += num_tokens
+        metrics.add(COMPUTED_TOKENS, num_computed)
         self.cpu_watts = self.cpu_power.watts()
         if self.cpu_watts is not None:
             metrics.set(CPU_POWER, self.cpu_watts)

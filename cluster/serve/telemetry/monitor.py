@@ -90,10 +90,12 @@ class RouterMonitor:
 
     def _read(self, admission: Admission, dispatcher: Dispatcher, registry: WorkerRegistry) -> None:
         num_queued = len(admission.queue)
+        num_lines = sum(entry.request.is_batch for entry in admission.queue)
         num_parked = dispatcher.num_parked
         self.metrics.set(RUNNING, max(admission.num_active - num_parked, 0))
         self.metrics.set(WAITING, num_queued + num_parked)
-        self.metrics.set(WAITING_BY_REASON, num_queued, reason="capacity")
+        self.metrics.set(WAITING_BY_REASON, num_queued - num_lines, reason="capacity")
+        self.metrics.set(WAITING_BY_REASON, num_lines, reason="batch")
         self.metrics.set(WAITING_BY_REASON, num_parked, reason="deferred")
         self.metrics.set(READY, not (self.ops.reason or self.ops.failure))
         self.metrics.set(TASKS, len(asyncio.all_tasks()))
@@ -110,9 +112,7 @@ class RouterMonitor:
         self.metrics.set(KV_CACHE_USAGE, used / total if total else 0.0)
 
 
-def open_spans(
-    endpoint: str | None, sample_ratio: float, service: str, model_name: str
-) -> "SpanRecorder | None":
+def open_spans(endpoint: str | None, sample_ratio: float, service: str) -> "SpanRecorder | None":
     """Returns a recorder that exports spans to a collector's URL; None without one.
 
     Raises InvalidArgument if a package is not installed.
@@ -123,4 +123,4 @@ def open_spans(
     from .tracing import SpanRecorder, otlp_sink  # needs packages that most services lack
 
     sink = otlp_sink(endpoint)
-    return SpanRecorder(sink, service=service, model_name=model_name, sample_ratio=sample_ratio)
+    return SpanRecorder(sink, service=service, sample_ratio=sample_ratio)

@@ -22,7 +22,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
-from ....router.telemetry.requests import PARTS, EndedRequest
+from ....router.telemetry.requests import PARTS, EndedRequest, RequestFacts
 from ....router.telemetry.trace import TraceContext
 
 _NANOSECONDS: Final = 1e9
@@ -31,14 +31,11 @@ _NANOSECONDS: Final = 1e9
 class SpanRecorder:
     """Turns requests that have ended into spans, which a thread exports."""
 
-    def __init__(
-        self, sink: SpanExporter, *, service: str, model_name: str, sample_ratio: float
-    ) -> None:
+    def __init__(self, sink: SpanExporter, *, service: str, sample_ratio: float) -> None:
         """Starts without spans.
 
         `sample_ratio`: of the requests whose caller has not decided whether they are traced.
         """
-        self._model_name = model_name
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": service}),
             sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
@@ -50,14 +47,14 @@ class SpanRecorder:
         """Records a request, unless it was refused."""
         if ended.was_refused:
             return
-        operation = "chat" if ended.facts.is_chat else "text_completion"
+        operation = _operation(ended.facts)
         start = round(ended.facts.began * _NANOSECONDS)
         span = self._tracer.start_span(
-            f"{operation} {self._model_name}",
+            f"{operation} {ended.facts.model}",
             context=_parent(ended.facts.trace),
             kind=SpanKind.SERVER,
             start_time=start,
-            attributes=_attributes(ended, operation, self._model_name),
+            attributes=_attributes(ended, operation),
         )
         if ended.error:
             span.set_status(Status(StatusCode.ERROR))
@@ -101,13 +98,20 @@ def _parent(trace_context: TraceContext | None) -> Context | None:
     return trace.set_span_in_context(NonRecordingSpan(parent))
 
 
-def _attributes(ended: EndedRequest, operation: str, model_name: str) -> dict[str, AttributeValue]:
+def _operation(facts: RequestFacts) -> str:
+    if facts.is_embedding:
+        return "embeddings"
+    return "chat" if facts.is_chat else "text_completion"
+
+
+def _attributes(ended: EndedRequest, operation: str) -> dict[str, AttributeValue]:
     facts = ended.facts
     timeline = ended.timeline
     return {
         "gen_ai.operation.name": operation,
-        "gen_ai.request.model": model_name,
-        "gen_ai.response.model": model_name,
+        "gen_ai.provider.name": "tandem",
+        "gen_ai.request.model": facts.model,
+        "gen_ai.response.model": facts.model,
         "gen_ai.response.id": facts.request_id,
         "gen_ai.response.finish_reasons": ended.finish_reasons,
         "gen_ai.request.max_tokens": facts.max_tokens,

@@ -23,7 +23,7 @@ from ...storage.interface import Storage, StoredResponse
 from ..large_messages import check_json_elements
 from ..openai.answers import error_response
 from ..openai.lists import list_response, read_page, unknown_after
-from ..openai.openapi import LEFT_OUT
+from ..openai.openapi import LEFT_OUT, REQUEST_ID
 from ..openai.parsing import parse
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
@@ -79,7 +79,8 @@ async def answer_responses(
 ) -> Response:
     """Answers POST /v1/responses: generates, and stores the response unless `store` is false.
 
-    Raises InvalidArgument, also for an unknown previous response.
+    Raises InvalidArgument, also for an unknown previous response, and for a stored response whose
+    id is that of an earlier one of its conversation.
     """
     fairness_id = context.caller.fairness_id
     parsed = await off_loop(fairness_id, body, partial(parse, ResponsesBody))
@@ -252,9 +253,17 @@ def _named_items(
     """Returns the items of the input that have an effect, each with an id of its own.
 
     An item that the conversation has already, such as one that is referred to, gets another id:
-    the id tells where the next page of items begins.
+    the id tells where the next page of items begins. So does an item with an id that the output of
+    this response may have. Raises InvalidArgument if the conversation has a response of this id.
     """
+    own = f"resp_{request_id}"
     taken = {each["id"] for each in earlier}
+    if own in map(_response_of, taken):
+        raise InvalidArgument(
+            "is the id of an earlier request of this conversation; choose another id for each "
+            "request, or send none",
+            REQUEST_ID,
+        )
     if isinstance(body.input, str):
         items: list[dict[str, Any]] = [
             {
@@ -270,7 +279,8 @@ def _named_items(
             if not isinstance(item, LeftOutItem)
         ]
     for i, item in enumerate(items):
-        if not item.get("id") or item["id"] in taken:
+        item_id = item.get("id")
+        if not item_id or item_id in taken or _response_of(item_id) == own:
             item["id"] = f"item_{request_id}_{i}"
         taken.add(item["id"])
         if item["type"] == "message" and isinstance(item["content"], str):

@@ -86,6 +86,15 @@ class HttpListener(uvicorn.Server):
         await self._is_listening.wait()
         return f"{host}:{listener.getsockname()[1]}"
 
+    def yield_port(self) -> bool:
+        """Leaves new connections to a later listener on the port, if there is one.
+
+        This listener goes on; alone on the port, it gets them as before. Returns False if the port
+        is not shared.
+        """
+        are_shared = [_yield_port(each) for each in self._listeners]
+        return any(are_shared)
+
     async def stop(self, grace: float) -> None:
         """Accepts no more connections, then no more requests.
 
@@ -122,8 +131,7 @@ class HttpListener(uvicorn.Server):
 
         The kernel resets connections that wait in a closed listener.
         """
-        are_shared = [_yield_port(each) for each in self._listeners]
-        if any(are_shared):
+        if self.yield_port():
             await asyncio.sleep(_HANDSHAKE_SECONDS)
         for _ in range(2):  # the loop accepts all waiting connections
             await asyncio.sleep(0)

@@ -71,6 +71,10 @@ class OpsServer:
         self._has_started = True
         return bound
 
+    def yield_port(self) -> None:
+        """Leaves new connections to the router that replaces this one, if it shares the port."""
+        self._listener.yield_port()
+
     async def stop(self) -> None:
         """Stops at once, if it has started."""
         if self._has_started:

@@ -151,6 +151,20 @@ async def test_the_other_endpoints(
         assert (await client.responses.retrieve(body["id"])).output_text == "hello"
 
 
+async def test_observers_know_which_requests_are_lines(
+    client: openai.AsyncOpenAI, service: GenerationService
+) -> None:
+    found = list[bool]()
+    service.telemetry.observers.append(lambda each: found.append(each.facts.is_batch))
+    file_id = await upload(client, [request("a", max_tokens=1)])
+    made = await client.batches.create(
+        input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    await ended(client, made.id)
+    await client.completions.create(model="tiny", prompt="a", max_tokens=1)
+    assert found == [True, False]
+
+
 async def test_nothing_of_a_batch_exists_for_another_tenant(
     clients: Sequence[openai.AsyncOpenAI],
 ) -> None:

@@ -52,6 +52,18 @@ async def test_new_connections_go_to_the_listener_that_stays(num_earlier: int) -
     await last.stop(0)
 
 
+async def test_a_listener_that_yields_its_port_has_it_while_it_is_alone() -> None:
+    first, last = listener(b"first"), listener(b"last")
+    address = await first.start("127.0.0.1:0", shares_port=True)
+    assert first.yield_port()
+    assert await ask(address) == b"first"
+    await last.start(address, shares_port=True)
+    assert {await ask(address) for _ in range(50)} == {b"last"}
+    await last.stop(0)
+    assert await ask(address) == b"first"
+    await first.stop(0)
+
+
 async def test_a_listener_that_is_alone_answers_until_it_is_closed() -> None:
     only = listener(b"only")
     address = await only.start("127.0.0.1:0", shares_port=True)

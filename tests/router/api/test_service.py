@@ -25,10 +25,12 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity
+from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.router.slo import SloClass
 from tandem.router.telemetry.prometheus import PrometheusMetrics
-from tandem.router.telemetry.requests import RequestTelemetry
+from tandem.router.telemetry.requests import EndedRequest, RequestTelemetry
 from tandem.tests.metrics_page import MetricsPage
+from tandem.tests.router import pools
 from tandem.tests.router.api.answers import (
     LENGTH,
     NONE,
@@ -281,6 +283,48 @@ async def test_admission_may_refuse_before_tokens_are_counted(
         )
     await service.accept(request(stopping={"max_tokens": 3}), RequestContext(arrived=0))
     assert admission.asked == [(95, 101, "t", 3), (0, 3, "", 0)]
+
+
+async def test_a_request_that_no_worker_takes_is_not_charged_and_not_counted(
+    model: ServedModel,
+) -> None:
+    """Batches and clients send it again every second, until a worker is ready."""
+    registry = WorkerRegistry()
+    telemetry = RequestTelemetry()
+    service = GenerationService(
+        [model], FakeTokenSource(), Admission(registry), telemetry=telemetry
+    )
+    context = RequestContext(arrived=0, caller=Caller())
+    context.caller.quota.resize(None, 1_000, None)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="no worker is ready"):
+            await service.accept(request(prompt={"text": "x" * 40}), context)
+    assert context.caller.quota.headers()["x-ratelimit-remaining-tokens"] == "1000"
+    assert telemetry.totals.begun == 0
+    pools.fill(registry, prefill=0, decode=1)
+    await service.accept(request(prompt={"text": "x" * 40}), context)
+
+
+async def test_observers_know_which_requests_are_embeddings(model: ServedModel) -> None:
+    ended = list[EndedRequest]()
+    telemetry = RequestTelemetry(observers=[ended.append])
+    service = GenerationService([model], FakeTokenSource(), telemetry=telemetry)
+    for pooling in (inference_pb2.POOLING_UNSPECIFIED, inference_pb2.POOLING_MEAN):
+        prepared = await service.accept(request(pooling=pooling), RequestContext(arrived=0))
+        async with aclosing(service.run(prepared, inference_pb2.Timeline())) as messages:
+            async for _ in messages:
+                pass
+    assert [each.facts.is_embedding for each in ended] == [False, True]
+    assert {each.facts.model for each in ended} == {"tiny"}
+
+
+async def test_a_line_of_a_batch_has_no_default_class(model: ServedModel) -> None:
+    classed = replace(model, slo={"default": SloClass(ttft_ms=250)})
+    service = GenerationService([classed], FakeTokenSource())
+    for is_batch in (False, True):
+        context = RequestContext(arrived=10, is_batch=is_batch)
+        prepared = await service.accept(request(), context)
+        assert (prepared.slo is None, prepared.tokens.is_batch) == (is_batch, is_batch)
 
 
 async def test_an_early_refusal_is_a_miss_of_its_slo_class(model: ServedModel) -> None:

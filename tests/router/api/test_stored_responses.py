@@ -109,6 +109,46 @@ async def test_an_item_that_comes_again_is_listed_once_more(
     assert caught.value.param == "input[0].id"
 
 
+async def test_a_conversation_has_each_request_id_once(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    """The ids of its responses and items would be the same otherwise."""
+    service.source.answer = [*b"hello", EOS_ID]
+    chosen: Any = {"x-request-id": "mine"}
+    fields: Any = {"model": "tiny", "input": "one"}
+    first = await client.responses.create(**fields, extra_headers=chosen)
+    assert first.id == "resp_mine"
+    second = await client.responses.create(**fields, previous_response_id=first.id)
+    for previous in (first, second):
+        fields["previous_response_id"] = previous.id
+        with pytest.raises(openai.BadRequestError, match="choose another id") as caught:
+            await client.responses.create(**fields, extra_headers=chosen)
+        assert caught.value.param == "x-request-id"
+        unstored = await client.responses.create(**fields, extra_headers=chosen, store=False)
+        assert unstored.output_text == "hello"
+    assert (await client.responses.retrieve(first.id)).to_dict() == first.to_dict()
+
+
+async def test_a_client_that_keeps_the_conversation_may_use_an_id_again(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    """The later response takes the place of the earlier one; its items have ids of their own."""
+    service.source.answer = [*b"hello", EOS_ID]
+    chosen: Any = {"x-request-id": "mine"}
+    first = await client.responses.create(model="tiny", input="one", extra_headers=chosen)
+    turns: Any = [*(item.to_dict() for item in first.output), {"role": "user", "content": "two"}]
+    second = await client.responses.create(model="tiny", input=turns, extra_headers=chosen)
+    third = await client.responses.create(
+        model="tiny", input="three", previous_response_id=second.id
+    )
+    listed = await client.responses.input_items.list(third.id, order="asc", limit=1)
+    async with asyncio.timeout(WAIT):
+        items: list[Any] = [item.to_dict() async for item in listed]  # all pages
+    texts = [item["content"][0]["text"] for item in items]
+    assert texts == ["hello", "two", "hello", "three"]
+    assert len({item["id"] for item in items}) == 4
+
+
 REASONING = {"type": "reasoning_text", "text": ""}
 
 

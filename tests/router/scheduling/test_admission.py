@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import RouterConfig
 from tandem.proto import worker_pb2
-from tandem.proto.errors import InvalidArgument, Overloaded
+from tandem.proto.errors import InvalidArgument, Overloaded, Unavailable
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import QUEUE_SECONDS_HELP, WAIT_TOLERANCE, Admission
 from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.examples import num_examples
-from tandem.tests.router.pools import Clock, fill, report, request
+from tandem.tests.router.pools import Clock, fill, info, report, request
 
 
 class AdmittedRequests:
@@ -506,6 +506,23 @@ async def test_a_full_queue_refuses_at_once_and_before_tokenization() -> None:
     for name in ("1", "other"):
         await requests.cancel(name)
     await requests.finish("0")
+
+
+async def test_a_request_is_refused_before_tokenization_while_no_worker_takes_it() -> None:
+    """A worker of either pool can; one that is lost may be back when the prompt is tokenized."""
+    registry = WorkerRegistry(rng=random.Random(0))
+    admission = Admission(registry)
+    for pools in ({"prefill": 1, "decode": 0}, {"prefill": 0, "decode": 1}):
+        registry.update([])
+        with pytest.raises(Unavailable, match="no worker is ready"):
+            admission.check_early(sized(10), "")
+        fill(registry, **pools)
+        admission.check_early(sized(10), "")
+    registry.session_lost("d0", 1)
+    admission.check_early(sized(10), "")
+    registry.update([info("d1", worker_pb2.ROLE_DECODE, draining=True)])
+    with pytest.raises(Unavailable, match="no worker is ready"):
+        admission.check_early(sized(10), "")
 
 
 async def test_the_first_resumption_of_a_stream_passes_a_full_queue() -> None:

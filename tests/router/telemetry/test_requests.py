@@ -11,11 +11,13 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import Cancelled, InternalError, Overloaded, Unavailable
 from tandem.proto.metrics import (
+    DECODE_TIME,
     E2E,
     FINISHED,
     GENERATION_TOKENS,
     PREFIX_HITS,
     PROMPT_TOKENS,
+    QUEUE_TIME,
     SLO_REQUESTS,
     SLO_TOKENS,
     TTFT,
@@ -56,7 +58,9 @@ class Outputs:
         self.finish_reasons: list[inference_pb2.FinishReason] = []
 
 
-def make_facts(num_choices: int = 1, slo: RequestSlo | None = None) -> RequestFacts:
+def make_facts(
+    num_choices: int = 1, slo: RequestSlo | None = None, *, is_batch: bool = False
+) -> RequestFacts:
     return RequestFacts(
         request_id="r",
         arrived=0.0,
@@ -65,6 +69,7 @@ def make_facts(num_choices: int = 1, slo: RequestSlo | None = None) -> RequestFa
         num_choices=num_choices,
         max_tokens=8,
         slo=slo,
+        is_batch=is_batch,
     )
 
 
@@ -86,12 +91,11 @@ class Requests:
         error: BaseException | None = None,
         num_choices: int = 1,
         slo: RequestSlo | None = None,
+        is_batch: bool = False,
     ) -> None:
         outputs = Outputs()
-        with (
-            suppress(BaseException),
-            self.telemetry.track(make_facts(num_choices, slo), self.timeline, outputs),
-        ):
+        facts = make_facts(num_choices, slo, is_batch=is_batch)
+        with suppress(BaseException), self.telemetry.track(facts, self.timeline, outputs):
             outputs.num_generated = num_tokens
             outputs.finish_reasons += reasons
             if error is not None:
@@ -119,6 +123,15 @@ def test_completions_are_counted_by_why_they_ended() -> None:
         ("length", "length", "stop", "tool_calls"),
     ]
     assert all(each.is_complete for each in requests.ended)
+
+
+def test_a_line_of_a_batch_is_counted_without_its_waits() -> None:
+    requests = Requests()
+    requests.run(5, STOP, is_batch=True)
+    for waits in (TTFT, E2E, QUEUE_TIME):
+        assert requests.histogram(waits) == 0
+    assert requests.count(FINISHED, "stop") == requests.histogram(DECODE_TIME) == 1
+    assert (requests.count(PROMPT_TOKENS), requests.count(GENERATION_TOKENS)) == (10, 5)
 
 
 def test_requests_of_an_slo_class_are_counted_by_outcome() -> None:
