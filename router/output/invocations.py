@@ -19,7 +19,7 @@ _CALL: Final = re.compile(rf"\s*+<{_MARK}invoke name=\"({CALLED_NAME})\">\s*+(.*
 _BETWEEN: Final = re.compile(rf"</{_MARK}parameter>\s*(?=<{_MARK}parameter name=|\Z)")
 _ARGUMENT: Final = re.compile(
     rf"<{_MARK}parameter name=\"(?P<name>[^\"]{{1,64}})\""
-    r"(?: string=\"(?:true|(?P<is_json>false))\")?>(?P<text>.*)",
+    r"(?: string=\"(?:(?P<is_text>true)|(?P<is_json>false))\")?>(?P<text>.*)",
     re.DOTALL,
 )
 

@@ -30,8 +30,8 @@ def read_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments in a text, each of which ends with `between`.
 
-    `argument` has the groups `name` and `text`, and perhaps `is_json`, which matches if the model
-    itself says that the text is JSON. `tool`: None if it is unknown. Raises ValueError.
+    `argument` has the groups `name` and `text`, and perhaps `is_json` and `is_text`, which match if
+    the model itself says what the text is. `tool`: None if it is unknown. Raises ValueError.
     """
     *texts, rest = between.split(text)
     matches = [argument.fullmatch(each) for each in texts]
@@ -46,9 +46,12 @@ def read_arguments(
 
 
 def _value(argument: re.Match[str], schema: object, root: object) -> object:
-    if argument.groupdict().get("is_json"):
+    said = argument.groupdict()
+    if said.get("is_json"):
         with suppress(ValueError, RecursionError):
             return json.loads(argument["text"])
+    if said.get("is_text") and _may_be_text(schema, root, {}):
+        return argument["text"]
     return _typed(argument["text"], schema, root)
 
 
