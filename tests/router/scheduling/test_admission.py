@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import RouterConfig
 from tandem.proto import worker_pb2
-from tandem.proto.errors import InvalidArgument, Overloaded
+from tandem.proto.errors import InvalidArgument, Overloaded, Unavailable
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import QUEUE_SECONDS_HELP, WAIT_TOLERANCE, Admission
 from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.examples import num_examples
-from tandem.tests.router.pools import Clock, fill, report, request
+from tandem.tests.router.pools import Clock, fill, info, report, request
 
 
 class AdmittedRequests:
@@ -203,6 +203,14 @@ async def test_a_request_that_no_worker_could_run_is_refused_at_once() -> None:
     assert requests.order == ["runs", "good"]
     for name in requests.order[:]:
         await requests.finish(name)
+
+
+async def test_a_request_that_the_missing_decode_workers_may_run_may_be_asked_again() -> None:
+    requests = AdmittedRequests()
+    requests.registry.update([info("p0", worker_pb2.ROLE_PREFILL, max_sequences=2)])
+    task = await requests.ask(request([1] * 9, "wide", num_choices=3))
+    with pytest.raises(Unavailable, match="no decode worker is ready; the prefill workers run at"):
+        await task
 
 
 async def test_a_request_larger_than_all_kv_cache_begins_when_a_worker_is_empty() -> None:
