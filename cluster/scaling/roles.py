@@ -5,6 +5,8 @@ of a service reports there. One worker switches at a time. A decision waits for 
 for a shortage that lasts; so the split neither oscillates nor follows the noise of the reports.
 """
 
+import logging
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +17,16 @@ from .needs import Reports, Value, prompt_need, sequence_need
 from .reports import SEQUENCES
 from .sizing import Need, RoleSplit, settle
 
+log = logging.getLogger(__name__)
+
 REPORTS_PER_WINDOW: Final = 5
 # A member is gone that has been silent for so many reports, and for so many seconds.
 _SILENT_REPORTS: Final = 3
 _SILENT_SECONDS: Final = 5.0
 _ORDER_SECONDS: Final = 10.0  # a worker that has not switched by then is not waited for
+# The wait for all workers after the first one has reported. One may be missing for long: after its
+# machine has failed, or when the directory has started again meanwhile.
+_COMPLETE_SECONDS: Final = 120.0
 
 Role = str
 """`prefill` or `decode`; empty for a router."""
@@ -55,7 +62,9 @@ class RoleScaler:
         self._interval = self._config.window_seconds / REPORTS_PER_WINDOW
         self._members: dict[str, _Member] = {}
         self._order: _Order | None = None
-        self._is_complete = False  # all workers have been there at once
+        # Decisions begin once all workers have been there at once, or after _COMPLETE_SECONDS.
+        self._has_begun = False
+        self._first_worker = math.inf  # when the first worker reported
         self._next = 0.0  # the time of the next decision
         self._last: tuple[float, Role] | None = None  # the time and the role of the last order
         # What would have been the best split, for a shortage and for the way back.
@@ -67,6 +76,8 @@ class RoleScaler:
 
         `role` is the present one, empty for a router. `now` is in seconds and never decreases.
         """
+        if role:
+            self._first_worker = min(self._first_worker, now)
         member = self._members.get(member_id)
         if member is None or member.role != role:
             member = self._members[member_id] = _Member(role)
@@ -95,8 +106,8 @@ class RoleScaler:
             if each.seen >= silent_since
         }
         roles = {member_id: each.role for member_id, each in self._members.items() if each.role}
-        self._is_complete |= len(roles) >= self.scaling.num_workers
-        if not self._is_complete or not roles or self._is_switching(now, roles):
+        self._has_begun = self._has_begun or self._may_begin(now, len(roles))
+        if not self._has_begun or not roles or self._is_switching(now, roles):
             return
         current = sum(role == "prefill" for role in roles.values())
         target = self._target(now, current, len(roles))
@@ -106,6 +117,20 @@ class RoleScaler:
             chosen = min(others, key=self._num_sequences)
             self._order = _Order(chosen, role, now + _ORDER_SECONDS)
             self._last = now, role
+
+    def _may_begin(self, now: float, num_workers: int) -> bool:
+        """Returns True if all workers are there, or after a wait for the missing ones."""
+        if num_workers >= self.scaling.num_workers:
+            return True
+        if not num_workers or now < self._first_worker + _COMPLETE_SECONDS:
+            return False
+        log.warning(
+            "role_scaling begins with %d of %d workers: the others have not reported for %g s",
+            num_workers,
+            self.scaling.num_workers,
+            _COMPLETE_SECONDS,
+        )
+        return True
 
     def _is_switching(self, now: float, roles: Mapping[str, Role]) -> bool:
         """Returns True while a worker has still to take the role of the last decision."""

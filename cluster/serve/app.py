@@ -373,6 +373,10 @@ class Router(Replica):
         """Returns the secrets and facts that the application that replaces this one takes over."""
         return self._continuity
 
+    async def context_warning(self) -> str:
+        """Returns the warning that workers hold less than the context; "" if they hold it."""
+        return "" if self._runtime is None else self._runtime.context_limit.warning
+
     async def wait_for_members(
         self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
     ) -> tuple[list[str], list[str], list[str]]:

@@ -6,7 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
@@ -224,7 +224,16 @@ def _deploy(
         _check_answers(addresses[0])
     if running is not None:
         retire(running, router, max(deadline - time.monotonic(), _RETIRE_SECONDS))
+    _warn_of_context(router)
     return addresses
+
+
+def _warn_of_context(router: DeploymentHandle[Any]) -> None:
+    """Logs that workers hold less than the context, which the log of a router says as well."""
+    with suppress(TimeoutError, ray.exceptions.RayError):  # the service runs without this warning
+        warning = router.context_warning.remote().result(timeout_s=_HEALTH_SECONDS)
+        if warning:
+            log.warning("%s", warning)
 
 
 def _check_answers(grpc_addresses: Sequence[str]) -> None:

@@ -47,6 +47,7 @@ from ..scaling.reports import router_report
 from ..store.adapters import configured_adapters, named_adapter
 from ..store.generation_defaults import generation_defaults
 from ..store.pooling import pooling_rules
+from .context_limit import ContextLimit
 from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
 from .storage.runner import BatchRunner
@@ -79,12 +80,14 @@ class RouterRuntime:
         batches: BatchRunner,
         usage: UsageReporter,
         claims: ExitStack,
+        context_limit: ContextLimit,
     ) -> None:
         self.authenticator = authenticator
         self.watches = watches  # their `run` reloads keys and certificates that change
         self.console = console  # its `run` samples the figures that the console shows
         self.batches = batches  # its `run` answers lines of batches
         self.usage = usage  # its `run` reports what the keys use
+        self.context_limit = context_limit
         self._claims = claims
         self._registry = registry
         self._admission = admission
@@ -192,6 +195,8 @@ class RouterRuntime:
             keepalive_seconds=router.keepalive_seconds,
         )
         registry.update(workers)
+        context_limit = ContextLimit(service, config)
+        context_limit.update(registry.workers())
         servers, claims = await bind_api_servers(
             start_servers,
             router,
@@ -214,11 +219,13 @@ class RouterRuntime:
             BatchRunner(service, authenticator, name, config.storage.batch_concurrency),
             usage,
             claims,
+            context_limit,
         )
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Replaces the registry's list of workers by the directory's."""
         self._registry.update(workers)
+        self.context_limit.update(self._registry.workers())
         await self._report_ready()
         await self._dispatcher.update_sessions()
 

@@ -92,6 +92,7 @@ class WorkerSpec:
             context_tokens=min(self.service.context_tokens, capacity),
             max_sequences=self.pool.budgets.max_sequences,
             eos_ids=frozenset(),
+            is_fallback=self.role == "prefill",
         )
 
 

@@ -298,6 +298,14 @@ class GenerationService:
         await self._adapters.unload(caller, request.lora_name)
         return inference_pb2.UnloadLoraAdapterResponse()
 
+    def limit_context(self, least: int, most: int) -> None:
+        """Serves sequences of at most `most` tokens, of which every worker holds `least`.
+
+        Requests that are accepted already keep their context.
+        """
+        self._models = {name: each.held_by(least, most) for name, each in self._models.items()}
+        self._aliases = dict.fromkeys(self._aliases, self._models[self.base_name])
+
     def model(self, name: str) -> ServedModel:
         """Returns the model of this name, or for "" the only model.
 

@@ -59,6 +59,10 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     context_tokens: int  # the longest prompt plus completion
+    # By the configuration or the model, even if workers hold less; None: `context_tokens`.
+    configured_tokens: int | None = None
+    # The longest that every worker holds, while some hold more; None: `context_tokens`.
+    common_tokens: int | None = None
     # The multimodal architecture of which only the text model is loaded; "" for a text model.
     text_model_of: str = ""
     # The model's values of fields that a request does not set, by field.
@@ -68,6 +72,19 @@ class ServedModel:
     adapter: LoraAdapter | None = None  # added to the weights
     watermark: WatermarkRules | None = None  # None: the service has no key for a watermark
     slo: SloClasses = field(default_factory=dict)  # by name
+
+    def held_by(self, least: int, most: int) -> "ServedModel":
+        """Returns the model as served by workers that hold `least` to `most` tokens of a sequence.
+
+        Never exceeds the configured context.
+        """
+        configured = self.configured_tokens or self.context_tokens
+        return replace(
+            self,
+            context_tokens=min(most, configured),
+            configured_tokens=configured,
+            common_tokens=min(least, configured),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +132,10 @@ async def prepare(
     policy = resume_policy or ResumePolicy()
     began = policy.milliseconds_at(context.arrived)
     # A template may write the date: it sees the same time when the answer is resumed.
-    now = begin_of(request.resume, context.event_id, resume_key, began) / 1000
+    begin = begin_of(request.resume, context.event_id, resume_key)
+    now = (began if begin is None else begin.began) / 1000
+    if begin is not None:  # otherwise the prompt or max_tokens could differ
+        model = model.held_by(begin.context_tokens, begin.context_tokens)
     ids, chat = await _encode_fitting(request, model, context, now)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
@@ -125,7 +145,9 @@ async def prepare(
         )
     bad_words = await encode_bad_words(request.sampling, tokenizer, fairness_id)
     grammar = await _grammar(request, model, context.caller)
-    prompt, max_tokens = _fit_context(ids, request, model, reduces=context.reduces_max_tokens)
+    prompt, max_tokens, fitted = _fit_context(
+        ids, request, model, reduces=context.reduces_max_tokens
+    )
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stopping = request.stopping
     stop_tokens = find_stop_tokens(stopping, tokenizer)
@@ -179,6 +201,7 @@ async def prepare(
             seed=submit.sampling.seed,
             answer=secrets.token_bytes(ANSWER_BYTES),
             began=began,
+            context_tokens=fitted,
         ),
         has_event_ids=context.event_id is not None,
     )
@@ -280,7 +303,8 @@ async def _encode_fitting(
     # Only then it may have too many characters: each has at least a byte.
     if (size := prompt.ByteSize()) > limits.MAX_PROMPT_CHARACTERS:
         chat = await CHECKING.run(caller.fairness_id, size, within_characters, chat)
-    room = model.context_tokens - _reserved(request, model, reduces=context.reduces_max_tokens)
+    longest = model.context_tokens
+    room = longest - _reserved(request, longest, reduces=context.reduces_max_tokens)
     parts = droppable_parts(chat)
     found = None
     count, least, most = 0, 0, len(parts)  # parts to drop
@@ -307,13 +331,13 @@ async def _encode_fitting(
     return found
 
 
-def _reserved(request: inference_pb2.GenerateRequest, model: ServedModel, *, reduces: bool) -> int:
-    """Returns the tokens that `truncation` leaves for the answer.
+def _reserved(request: inference_pb2.GenerateRequest, context: int, *, reduces: bool) -> int:
+    """Returns the tokens of the context that a prompt should leave for the answer.
 
     These are max_tokens. If `_fit_context` may reduce it, or it is unset, a quarter of the context
     is enough.
     """
-    quarter = model.context_tokens // 4
+    quarter = context // 4
     if not request.stopping.HasField("max_tokens"):
         return max(quarter, 1)
     max_tokens = request.stopping.max_tokens
@@ -421,22 +445,23 @@ def _affinity(key: str, caller: Caller) -> str:
 
 def _fit_context(
     ids: list[int], request: inference_pb2.GenerateRequest, model: ServedModel, *, reduces: bool
-) -> tuple[list[int], int]:
-    """Makes prompt and completion fit the context; returns the prompt and max_tokens.
+) -> tuple[list[int], int, int]:
+    """Makes prompt and completion fit the context; returns prompt, max_tokens and that context.
 
     A max_tokens of the client is kept or refused. If `reduces`, and the prompt is not to be cut, a
-    max_tokens that fits the context is reduced to the rest after the prompt. Raises
+    max_tokens that fits the configured context is reduced to the rest after the prompt. Raises
     ContextExceeded if they do not fit, and InvalidArgument if max_tokens leaves no prompt.
     """
-    context = model.context_tokens
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
     if request.pooling:
         explicit = 0
     truncates = request.truncate_prompt or request.truncate_prompt_tokens < 0
     reduces = reduces and not truncates
-    if explicit is not None and explicit > (context if reduces else context - 1):
+    context = _choose_context(len(ids), request, model, reduces=reduces)
+    longest = (model.configured_tokens or context) if reduces else context
+    if explicit is not None and explicit > (longest if reduces else longest - 1):
         raise InvalidArgument(
-            f"{explicit} leaves no token for the prompt in the context of {context} tokens",
+            f"{explicit} leaves no token for the prompt in the context of {longest} tokens",
             "stopping.max_tokens",
         )
     if request.truncate_prompt_tokens > 0:
@@ -458,7 +483,20 @@ def _fit_context(
         raise InvalidArgument(
             f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens"
         )
-    return ids, max_tokens
+    return ids, max_tokens, context
+
+
+def _choose_context(
+    num_tokens: int, request: inference_pb2.GenerateRequest, model: ServedModel, *, reduces: bool
+) -> int:
+    """Returns the context for a prompt of `num_tokens`.
+
+    This is the context of every worker if it is enough: then each of them can take the request.
+    """
+    common = model.common_tokens
+    if common is not None and num_tokens + _reserved(request, common, reduces=reduces) <= common:
+        return common
+    return model.context_tokens
 
 
 def _default_max_tokens(

@@ -8,6 +8,7 @@ from ..auth.rate import Quota
 from ..request import TokenRequest
 from ..resume.event_ids import begin_of_event, check_event_id
 from ..resume.tokens import (
+    AnswerBegin,
     ChoiceMark,
     ChoiceProgress,
     ResumeBinding,
@@ -80,19 +81,17 @@ def begin_of(
     given: Sequence[inference_pb2.ResumedChoice],
     event_id: str | None,
     key: ResumeKey | None,
-    arrived: int,
-) -> int:
-    """Returns when the answer began, as in ResumeBinding: at `arrived` if it is new.
+) -> AnswerBegin | None:
+    """Returns the begin of a resumed answer; None if the answer is new.
 
     Tokens that `resumed` will refuse count as a new answer. Raises InvalidArgument if the event id
     belongs to another service.
     """
-    begun = None
     if key is not None and event_id:
-        begun = begin_of_event(event_id, key)
-    elif key is not None and given:
-        begun = begin_of_token(given[0].resume_token, key)
-    return arrived if begun is None else begun
+        return begin_of_event(event_id, key)
+    if key is not None and given:
+        return begin_of_token(given[0].resume_token, key)
+    return None
 
 
 def resumed(

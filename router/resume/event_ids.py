@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from ...proto.errors import InternalError, InvalidArgument
 from .tokens import (
+    AnswerBegin,
     ChoiceMark,
     ChoiceProgress,
     ResumeBinding,
@@ -33,11 +34,12 @@ MAX_EVENT_ID_CHARACTERS: Final = 4_096
 FIELD: Final = "resume"
 """The event id in errors; HTTP names the header or the field of the body instead."""
 
-_VERSION: Final = 130  # differs from the version of resume tokens, which have the same key
+_VERSION: Final = 131  # differs from the version of resume tokens, which have the same key
 _HASH_BYTES: Final = 4  # enough to notice another answer; the signature keeps clients from forging
-# Version, request, seed, answer, its begin in milliseconds, time, cached tokens, choices.
-_HEAD: Final = Struct("<B8sQ8sqIIB")
-_BEGIN: Final = 4  # its place there
+# Version, request, seed, answer, its begin in milliseconds, its context, time, cached tokens,
+# choices.
+_HEAD: Final = Struct("<B8sQ8sqIIIB")
+_BEGIN: Final = slice(4, 6)  # its place there
 _CHOICE: Final = Struct(f"<BI{_HASH_BYTES}s")  # number, 2 * tokens + 1 if ended, hash of ids
 _OTHER_ANSWER: Final = "this answer cannot be computed again as it was; send the request without it"
 
@@ -118,6 +120,7 @@ class EventIdSigner:
             binding.seed,
             binding.answer,
             binding.began,
+            binding.context_tokens,
             binding.policy.now(),
             cached_tokens if self._resumed is None else self._resumed.cached_tokens,
             len(marks),
@@ -145,7 +148,9 @@ def check_event_id(event_id: str, binding: ResumeBinding, num_choices: int) -> R
     nothing is left to generate.
     """
     body = _signed_part(event_id, binding.key)
-    version, digest, seed, answer, began, signed, cached_tokens, num_begun = _HEAD.unpack_from(body)
+    version, digest, seed, answer, began, _, signed, cached_tokens, num_begun = _HEAD.unpack_from(
+        body
+    )
     binding.check(is_same_version=version == _VERSION, digest=digest, signed=signed, field=FIELD)
     end = _HEAD.size + num_begun * _CHOICE.size
     marks = {}
@@ -168,13 +173,13 @@ def check_event_id(event_id: str, binding: ResumeBinding, num_choices: int) -> R
     return replace(resumed, progress=progress, marks={})
 
 
-def begin_of_event(event_id: str, key: ResumeKey) -> int | None:
-    """Returns when the answer of an event id began; None for another version of the service.
+def begin_of_event(event_id: str, key: ResumeKey) -> AnswerBegin | None:
+    """Returns the begin of an event id's answer; None for another version of the service.
 
     Raises InvalidArgument if the id belongs to another service.
     """
     body = _signed_part(event_id, key)
-    return int(_HEAD.unpack_from(body)[_BEGIN]) if body[0] == _VERSION else None
+    return AnswerBegin(*_HEAD.unpack_from(body)[_BEGIN]) if body[0] == _VERSION else None
 
 
 def _signed_part(event_id: str, key: ResumeKey) -> bytes:

@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.hashing import hash_prompt
 from .policy import ResumePolicy
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 # Of hashes under the MAC. A client that forges one only gets the answer to another prompt.
 _DIGEST_BYTES: Final = 8
 MAC_BYTES: Final = 16  # of HMAC-SHA256; RFC 2104 allows half
 ANSWER_BYTES: Final = 8  # random
-# Version, digest of the request, seed, answer, its begin in milliseconds, choice.
-_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sqB")
-_BEGIN: Final = 4  # its place there
+# Version, digest of the request, seed, answer, its begin in milliseconds, its context, choice.
+_HEAD: Final = Struct(f"<B{_DIGEST_BYTES}sQ{ANSWER_BYTES}sqIB")
+_BEGIN: Final = slice(4, 6)  # its place there
 # True if the choice has ended, its tokens, cached tokens of the prompt, the time in seconds.
 _STATE: Final = Struct("<?III")
 _MAC_START: Final = _HEAD.size + _STATE.size + _DIGEST_BYTES  # the hash of the ids comes last
@@ -45,6 +45,14 @@ _FREE_FIELDS: Final = (
     "cache_breakpoints",
     "only_cache_breakpoints",
 )
+
+
+class AnswerBegin(NamedTuple):
+    """Holds what every router that resumes an answer needs before it prepares the request."""
+
+    began: int  # when the first router had the request, in milliseconds of ResumePolicy's clock
+    # That prompt and completion had to fit. The workers may hold less or more by now.
+    context_tokens: int
 
 
 class ResumeKey:
@@ -73,7 +81,8 @@ class ResumeBinding:
     digest: bytes  # of the request
     seed: int
     answer: bytes  # a random name of the answer, which it keeps at every router
-    began: int  # when the first router had the request, in milliseconds of ResumePolicy's clock
+    began: int  # see AnswerBegin
+    context_tokens: int  # likewise
 
     def check(self, *, is_same_version: bool, digest: bytes, signed: int, field: str) -> None:
         """Raises InvalidArgument for a token of another version or request, or one too old."""
@@ -128,7 +137,13 @@ class ProgressSigner:
         self._key = binding.key
         self._now = binding.policy.now
         self._head = _HEAD.pack(
-            _VERSION, binding.digest, binding.seed, binding.answer, binding.began, choice
+            _VERSION,
+            binding.digest,
+            binding.seed,
+            binding.answer,
+            binding.began,
+            binding.context_tokens,
+            choice,
         )
         self._ids = blake2b(array("I", emitted), digest_size=_DIGEST_BYTES)
         self._num_tokens = len(emitted)
@@ -181,12 +196,12 @@ def check_resume(
     return replace(found[0], progress=progress)
 
 
-def begin_of_token(token: bytes, key: ResumeKey) -> int | None:
-    """Returns when the answer of a resume token began; None if `check_resume` will refuse it."""
+def begin_of_token(token: bytes, key: ResumeKey) -> AnswerBegin | None:
+    """Returns the begin of a resume token's answer; None if `check_resume` will refuse it."""
     body = key.signed_part(token)
     if not body or body[0] != _VERSION:
         return None
-    return int(_HEAD.unpack_from(body)[_BEGIN])
+    return AnswerBegin(*_HEAD.unpack_from(body)[_BEGIN])
 
 
 def check_unfinished(ended: Sequence[bool], num_choices: int) -> None:
@@ -203,7 +218,7 @@ def _check_choice(
     body = binding.key.signed_part(token)
     if body is None or len(token) != _MAC_START + MAC_BYTES:
         raise InvalidArgument("is not a resume token of this service", f"{field}.resume_token")
-    version, digest, seed, answer, began, choice = _HEAD.unpack_from(body)
+    version, digest, seed, answer, began, _, choice = _HEAD.unpack_from(body)
     has_ended, num_tokens, cached_tokens, signed = _STATE.unpack_from(body, _HEAD.size)
     binding.check(
         is_same_version=version == _VERSION,

@@ -150,7 +150,8 @@ class Admission:
     async def permit(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
         """Waits for a permit and holds it; yields a function that gives it back earlier.
 
-        Raises InvalidArgument for more sequences than any worker runs at once. Raises Overloaded,
+        Raises InvalidArgument for more sequences than any worker runs at once, and Unavailable if
+        no decode worker is listed and the prefill workers do not run so many. Raises Overloaded,
         with the time until a retry may succeed: at once if the queue is full or the predicted wait
         is too long, later if the real wait is too long or another request displaces this one. After
         `stop`, raises the error of `stop`. Cancelling a queued request removes it from the queue.
@@ -328,12 +329,18 @@ class Admission:
     def _limit_to_worker(self, required: Capacity) -> Capacity:
         """Limits the required KV cache to the largest worker.
 
-        Raises InvalidArgument for more sequences than any worker runs.
+        Raises InvalidArgument for more sequences than any worker runs, and Unavailable if a decode
+        worker, of which none is listed now, may run them.
         """
         largest = self._capacity.largest()
         if largest is None:
             return required
         if required.sequences > largest.sequences:
+            if self._capacity.pool(worker_pb2.ROLE_DECODE).largest() is None:
+                raise Unavailable(
+                    "no decode worker is ready; the prefill workers run at most "
+                    f"{largest.sequences} sequences of a request"
+                )
             raise InvalidArgument(
                 f"has {required.sequences} sequences; "
                 f"the maximum of a worker is {largest.sequences}",

@@ -190,6 +190,35 @@ async def test_who_is_cut_when_the_service_stops_reads_so(
             await stopping
 
 
+async def test_a_router_offers_no_more_context_than_its_workers_hold(
+    config: TandemConfig, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chat without max_tokens may use all of it; a prompt beyond it has the error of its API."""
+    size = len(make_tokenizer())
+    chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    async with fleet(0, 1, rank=lambda role: fake_rank(num_blocks=16, vocab_size=size)) as running:
+        router = await start(config, folder, 1)
+        await router.update([worker.info() for worker in running.workers])
+        async with httpx.AsyncClient(
+            base_url=f"http://{router.http_address}", timeout=WAIT
+        ) as http:
+            (card,) = (await http.get("/v1/models")).json()["data"]
+            assert card["max_model_len"] == 256
+            for fields in ({}, {"max_tokens": 2_000}):
+                answer = await http.post("/v1/chat/completions", json=chat | fields)
+                assert answer.json()["usage"]["total_tokens"] == 256
+            chat["messages"][0]["content"] = "hi " * 300
+            text = {"model": "m", "prompt": [5] * 300}
+            for path, body in (("chat/completions", chat), ("completions", text)):
+                answer = await http.post(f"/v1/{path}", json=body)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+                assert "maximum context length is 256 tokens" in error["message"]
+        assert router.context_limit.warning in caplog.messages
+        assert "a worker holds 256 of the model's 2,048 tokens" in router.context_limit.warning
+        await router.stop(0)
+
+
 async def test_a_stream_is_kept_alive_as_configured(config: TandemConfig, folder: Path) -> None:
     router_config = config.router.model_copy(update={"keepalive_seconds": SLOW_STEP / 8})
     config = config.model_copy(update={"router": router_config})

@@ -39,7 +39,13 @@ _KEY: Final = ResumeKey(b"k" * 32)
 _DIGEST: Final = b"d" * 8
 _POLICY: Final = ResumePolicy(wall_clock=lambda: 0.0)  # seeds are made long before they are read
 _BINDING: Final = ResumeBinding(
-    key=_KEY, policy=_POLICY, digest=_DIGEST, seed=7, answer=b"a" * 8, began=0
+    key=_KEY,
+    policy=_POLICY,
+    digest=_DIGEST,
+    seed=7,
+    answer=b"a" * 8,
+    began=0,
+    context_tokens=512,
 )
 _RESUMED: Final = ProgressSigner(_BINDING, 0, ()).sign([1, 2], False, 0)
 

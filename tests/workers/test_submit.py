@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.tests.watermarks import MESSAGE, WATERMARK
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, PrefixRetention, SequenceSpec, Task, Turn
 from tandem.workers.serve.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS, WorkerLimits, parse_submit
 
 LIMITS = WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
+KV = worker_pb2.KvHandle(num_tokens=3, endpoints=["127.0.0.1:1"])  # of the good prompt
+PREFILL: dict[str, Any] = {"task": worker_pb2.TASK_PREFILL}
+DECODE: dict[str, Any] = {"task": worker_pb2.TASK_DECODE, "kv": KV}
 NAN, INF = float("nan"), float("inf")
 RETAINED = {"num_tokens": 2, "seconds": 300}
 PAST = 1.0000002  # a factor that a float32 feels
@@ -206,7 +209,6 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # The field, at its bound, past it.
     ("token_ids", {"token_ids": [99]}, {"token_ids": [100]}),
     ("token_ids", {"token_ids": [99]}, {"token_ids": []}),
-    ("max_tokens", {"max_tokens": 197}, {"max_tokens": 198}),
     ("max_tokens", {"max_tokens": 1}, {"max_tokens": 0}),
     ("first_index", {"first_index": 2}, {"first_index": 3}),
     ("min_tokens", {"min_tokens": 7}, {"min_tokens": 8}),
@@ -376,6 +378,46 @@ def test_as_many_sequences_as_the_worker_computes(fields: dict[str, Any], named:
             WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=4, eos_ids=frozenset()),
             **fields,
         )
+
+
+def few(most: int, *, is_fallback: bool = False) -> WorkerLimits:
+    """The limits of a worker that runs at most so many sequences at once."""
+    return WorkerLimits(
+        vocab_size=100,
+        context_tokens=200,
+        max_sequences=most,
+        eos_ids=frozenset(),
+        is_fallback=is_fallback,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_fallback"), [(DECODE, False), ({}, True)], ids=["decode", "fallback"]
+)
+def test_more_sequences_than_a_worker_computes_may_run_at_another_one(
+    fields: dict[str, Any], is_fallback: bool
+) -> None:
+    """A prefill worker that stands in for decode workers may run fewer than they do."""
+    parse(few(5, is_fallback=is_fallback), num_choices=5, **fields)
+    with pytest.raises(Unavailable, match="num_choices: must be at most 4 on this worker"):
+        parse(few(4, is_fallback=is_fallback), num_choices=5, **fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"first_index": 2}, DECODE], ids=["new", "begun", "decode"])
+def test_a_sequence_that_is_too_long_here_may_fit_another_worker(fields: dict[str, Any]) -> None:
+    assert parse(max_tokens=197, **fields).max_tokens == 197
+    for past in (198, 2**32 - 1):
+        with pytest.raises(Unavailable, match="max_tokens: must be at most 200 together with"):
+            parse(max_tokens=past, **fields)
+
+
+def test_a_prefill_needs_room_for_its_prompt_and_one_sequence() -> None:
+    """The other tokens and choices begin at the decode worker."""
+    spec = parse(few(4), token_ids=[1] * 199, max_tokens=5_000, num_choices=32, **PREFILL)
+    assert (len(spec.tokens), spec.max_tokens, spec.num_choices) == (199, 5_000, 32)
+    assert parse(few(4), beam_search={"width": 16}, **PREFILL).num_choices == 16
+    with pytest.raises(Unavailable, match="token_ids: must be at most 199 on this worker"):
+        parse(few(4), token_ids=[1] * 200, max_tokens=1, **PREFILL)
 
 
 def test_a_model_with_more_end_tokens_than_an_opening_has_room_for() -> None:

@@ -30,12 +30,9 @@ from tandem.workers.transfer.frames import PULL_METHOD, Open, TransferKey, encod
 
 MALFORMED: dict[str, dict[str, Any]] = {
     "no tokens to generate": {"max_tokens": 0},
-    "more than the context": {"max_tokens": 2048 - 19},
-    "far more than the context": {"max_tokens": 2**32 - 1},
     "no prompt": {"token_ids": []},
     "token out of range": {"token_ids": [1, VOCAB]},
     "token far out of range": {"token_ids": [2**32 - 1]},
-    "prompt over the context": {"token_ids": [1] * 2048},
     "index beyond the tokens": {"first_index": 20},
     "temperature NaN": {"sampling": {"temperature": float("nan"), "top_p": 1}},
     "temperature infinite": {"sampling": {"temperature": float("inf"), "top_p": 1}},
@@ -72,16 +69,19 @@ async def test_a_malformed_submit_is_refused_and_the_session_goes_on() -> None:
         assert session.tokens() == expected_tokens(range(20), 5, VOCAB)
 
 
-async def test_what_another_worker_has_begun_is_valid_even_if_it_is_too_long_for_this_one() -> None:
-    """Which may have less KV cache than the other."""
+async def test_what_is_too_long_for_this_worker_may_be_valid_at_another_one() -> None:
+    """Which may have more KV cache."""
     kv = worker_pb2.KvHandle(num_tokens=20, endpoints=["127.0.0.1:1"])
-    begun: dict[str, dict[str, Any]] = {
+    longer: dict[str, dict[str, Any]] = {
+        "one token more": {"max_tokens": 2048 - 19},
+        "far more": {"max_tokens": 2**32 - 1},
+        "the prompt": {"token_ids": [1] * 2048},
         "a stream": {"first_index": 5},
         "a prompt": {"task": worker_pb2.TASK_DECODE, "kv": kv},
     }
     async with worker_of(fake_rank()) as (_, session):
-        for name, fields in begun.items():
-            await session.send(submit(name, max_tokens=2048, **fields))
+        for name, fields in longer.items():
+            await session.send(submit(name, **({"max_tokens": 2048} | fields)))
             failure = await session.failure()
             assert failure.kind == worker_pb2.FAILURE_KIND_UNABLE, name
             assert failure.message.startswith("max_tokens: ")
@@ -109,7 +109,7 @@ async def test_a_full_queue_and_a_pool_too_small_are_different_failures() -> Non
     async with worker_of(rank, max_sequences=1, max_waiting=1) as (worker, session):
         assert worker.info().context_tokens == 8 * 16
         await session.send(submit("too long", max_tokens=8 * 16))
-        assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_INVALID
+        assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_UNABLE
         await session.send(submit("runs", max_tokens=60))
         await session.until(lambda output: output.HasField("admitted"))
         await session.send(submit("waits"))

@@ -427,9 +427,12 @@ class RequestManager:
             kind = worker_pb2.FAILURE_KIND_FULL
             message = "queue full"
         except ValueError as error:
-            # Another worker has begun the request.
-            is_begun = request.spec.is_recovery or request.spec.task is Task.DECODE
-            kind = worker_pb2.FAILURE_KIND_UNABLE if is_begun else worker_pb2.FAILURE_KIND_INVALID
+            spec = request.spec
+            # Another worker has begun the request, or should compute it.
+            is_foreign = spec.first_index > 0 or spec.task is not Task.COLOCATED
+            kind = worker_pb2.FAILURE_KIND_INVALID
+            if is_foreign or self.limits.is_fallback:
+                kind = worker_pb2.FAILURE_KIND_UNABLE
             message = str(error)
         else:
             return

@@ -79,20 +79,22 @@ class WorkerLimits:
     context_tokens: int
     max_sequences: int
     eos_ids: frozenset[int]
+    # The worker has the role prefill: it runs whole requests only while no decode worker can.
+    is_fallback: bool = False
 
 
 def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimits) -> SequenceSpec:
     """Checks a submit and returns it in the engine's form.
 
-    Raises InvalidArgument, which names the field and the bound. Raises Unavailable if another
-    worker has begun the request and this worker has not enough KV cache for it.
+    Raises InvalidArgument, which names the field and the bound. Raises Unavailable if this worker
+    is too small for the request, which another one may serve.
     """
     task = _TASKS.get(submit.task)
     if task is None:
         raise InvalidArgument("unknown", "task")
     check_message(submit, _TOP_LEVEL)
     _check_prompt(submit, task, limits)
-    _check_choices(submit, limits)
+    _check_choices(submit, task, limits)
     stop_ids = frozenset(submit.stop_token_ids)
     if not submit.ignore_eos:
         stop_ids |= limits.eos_ids
@@ -154,14 +156,10 @@ def _check(is_valid: bool, field: str, bound: str) -> None:
 
 def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -> None:
     num_tokens = len(submit.token_ids)
-    context = limits.context_tokens
     _check(num_tokens > 0, "token_ids", "must have at least one token")
     check_token_ids(submit.token_ids, limits.vocab_size, "token_ids")
-    fits = submit.max_tokens >= 1 and num_tokens + submit.max_tokens <= context
-    bound = f"must be at least 1, and at most {context} together with the prompt"
-    if not fits and submit.max_tokens >= 1 and (task is Task.DECODE or submit.first_index > 0):
-        raise Unavailable(f"max_tokens: {bound}")
-    _check(fits, "max_tokens", bound)
+    _check(submit.max_tokens >= 1, "max_tokens", "must be at least 1")
+    _check_length(num_tokens, submit.max_tokens, task, limits.context_tokens)
     has_kv = bool(submit.kv.endpoints) and submit.kv.num_tokens == num_tokens
     _check(task is not Task.DECODE or has_kv, "kv", "must name the KV cache of this prompt")
     _check(submit.first_index < num_tokens, "first_index", "must be below the number of token_ids")
@@ -182,7 +180,21 @@ def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -
         _check(is_named, "adapter", f"needs {FINGERPRINT_BYTES} bytes of fingerprint")
 
 
-def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
+def _check_length(num_tokens: int, max_tokens: int, task: Task, context: int) -> None:
+    """Raises Unavailable if the KV cache of this worker is too small for a sequence.
+
+    The router has compared the sequence with the largest decode worker.
+    """
+    if task is Task.PREFILL:  # its first token is the only one that it generates
+        if num_tokens >= context:
+            raise Unavailable(f"token_ids: must be at most {context - 1} on this worker")
+    elif num_tokens + max_tokens > context:
+        raise Unavailable(
+            f"max_tokens: must be at most {context} together with the prompt on this worker"
+        )
+
+
+def _check_choices(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -> None:
     num_choices = max(submit.num_choices, 1)
     _check(num_choices <= MAX_CHOICES, "num_choices", f"must be at most {MAX_CHOICES}")
     is_known = submit.first_choice + num_choices <= MAX_CHOICES
@@ -191,8 +203,13 @@ def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
     _check(is_single or not submit.first_index, "first_index", "must be 0 with several choices")
     width = submit.beam_search.width
     most = limits.max_sequences
+    if task is Task.PREFILL or max(num_choices, width) <= most:  # the choices begin afterwards
+        return
     field = "beam_search.width" if width > num_choices else "num_choices"
-    _check(max(num_choices, width) <= most, field, f"must be at most {most} on this worker")
+    bound = f"must be at most {most} on this worker"
+    if task is Task.DECODE or limits.is_fallback:
+        raise Unavailable(f"{field}: {bound}")
+    raise InvalidArgument(bound, field)
 
 
 def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -> BeamSearch:

@@ -152,16 +152,21 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._failure: BaseException | None = None
         self._server = PeerServer(config.rank.identity)
 
+    def _limits(self) -> WorkerLimits:
+        """Returns the limits of submits in the present role."""
+        return WorkerLimits(
+            vocab_size=self._rank.vocab_size,
+            context_tokens=self._context_tokens,
+            max_sequences=self._engine.config.budgets.max_sequences,
+            eos_ids=self._rank.eos_ids,
+            is_fallback=self.role == "prefill",
+        )
+
     def _request_manager(self, rank: Rank, config: WorkerConfig) -> RequestManager:
         return RequestManager(
             thread=self._thread,
             kv=self._kv,
-            limits=WorkerLimits(
-                vocab_size=rank.vocab_size,
-                context_tokens=self._context_tokens,
-                max_sequences=self._engine.config.budgets.max_sequences,
-                eos_ids=rank.eos_ids,
-            ),
+            limits=self._limits(),
             grammars=GrammarCompiler(rank.load_grammar),
             adapters=AdapterCache(
                 rank.load_adapter,
@@ -294,6 +299,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             self.role = role
             self.epoch += 1
             self._take_role(role)
+            self._requests.limits = self._limits()
             self._requests.retire_sessions()
             self.has_news.set()
         await self._requests.wait_retired(seconds)

@@ -206,6 +206,19 @@ def test_a_prefill_worker_takes_the_place_of_the_last_decode_worker() -> None:
     assert service.num_prefill == 2
 
 
+def test_a_worker_that_stays_away_does_not_stop_the_decisions(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As when the directory starts again while a machine is down: it has never seen all workers."""
+    service = Service.start(1, 4)
+    del service.roles["d3"]
+    service.run([(110, 3.0, 0.5)])
+    assert not service.switches, "the others may still load"
+    service.run([(30, 3.0, 0.5)])
+    assert service.num_prefill > 1
+    assert caplog.text.count("role_scaling begins with 4 of 5 workers") == 1
+
+
 def test_a_manual_switch_stays_until_the_load_or_the_way_back_changes_it() -> None:
     service = Service.start(2, 2)
     service.run([(10, 0.5, 0.5)])

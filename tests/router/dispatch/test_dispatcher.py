@@ -79,6 +79,31 @@ async def test_tokens_equal_the_reference(prefill: int, length: int) -> None:
             )  # the whole blocks were there already
 
 
+async def test_a_prefill_worker_needs_room_for_the_prompt_alone() -> None:
+    """A decode worker computes a prompt for which the prefill worker has no room."""
+    async with fleet(
+        1, 1, rank=lambda role: fake_rank(num_blocks=8 if role == "prefill" else 256)
+    ) as running:
+        tokens, timeline = await running.generate(token_request(range(20), 500))
+        assert tokens == expected_tokens(range(20), 500, VOCAB)
+        assert not timeline.interruptions
+        tokens, _ = await running.generate(token_request(range(300), 5))
+        assert tokens == expected_tokens(range(300), 5, VOCAB)
+
+
+async def test_what_a_prefill_worker_cannot_do_alone_may_be_asked_again() -> None:
+    """The decode workers, which are away, may have more KV cache."""
+    async with fleet(1, 0, rank=lambda role: fake_rank(num_blocks=8)) as running:
+        tokens, _ = await running.generate(token_request(range(20), 50))
+        assert tokens == expected_tokens(range(20), 50, VOCAB)
+        for request in (
+            token_request(range(20), 500),
+            token_request(range(20), 60, num_choices=8),
+        ):
+            with pytest.raises(Unavailable, match="no worker can serve the request now: "):
+                await running.choices(request)
+
+
 async def test_the_timeline_adds_up() -> None:
     async with fleet(1, 1) as running:
         tokens, timeline = await running.generate(token_request(range(300), 20))

@@ -317,6 +317,57 @@ async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(
     assert error.remedy == remedy
 
 
+CHAT_OF_21: dict[str, Any] = {"chat": {"messages": [{"role": "user", "content": "x"}]}}
+
+
+@pytest.mark.parametrize("max_tokens", [None, 40, 64])
+async def test_a_chat_is_kept_to_what_the_workers_hold(max_tokens: int | None) -> None:
+    """A max_tokens that fits the model's context is reduced; all of the prompt has to fit."""
+    model = MODEL.held_by(32, 32)
+    context = replace(CONTEXT, reduces_max_tokens=True)
+    message = request(prompt=CHAT_OF_21, stopping={"max_tokens": max_tokens})
+    submit = (await prepare(message, model, context)).tokens.submit
+    assert (len(submit.token_ids), submit.max_tokens) == (21, 11)
+    with pytest.raises(ContextExceeded) as caught:
+        await prepare(request("x" * 32, stopping={"max_tokens": max_tokens}), model, context)
+    assert caught.value.context == 32
+    with pytest.raises(InvalidArgument, match=r"65 leaves no token .* of 64 tokens"):
+        await prepare(request(prompt=CHAT_OF_21, stopping={"max_tokens": 65}), model, context)
+
+
+def test_workers_never_raise_the_configured_context() -> None:
+    for held in (64, 65, 1_000):
+        model = MODEL.held_by(40, 40).held_by(held, held)
+        assert (model.context_tokens, model.common_tokens) == (64, 64)
+
+
+# (prompt tokens, max_tokens, truncate) -> (kept prompt tokens, max_tokens)
+@pytest.mark.parametrize(
+    ("length", "explicit", "truncate", "expected"),
+    [
+        (16, 16, False, (16, 16)),
+        (16, 17, False, (16, 17)),
+        (16, 32, False, (16, 32)),
+        (47, None, False, (47, 1)),
+        (500, 8, True, (40, 8)),
+    ],
+)
+async def test_a_long_request_has_the_context_of_the_largest_worker(
+    length: int, explicit: int | None, truncate: bool, expected: tuple[int, int]
+) -> None:
+    message = request("x" * length, stopping={"max_tokens": explicit}, truncate_prompt=truncate)
+    submit = (await prepare(message, MODEL.held_by(32, 48), CONTEXT)).tokens.submit
+    assert (len(submit.token_ids), submit.max_tokens) == expected
+
+
+async def test_a_chat_goes_to_any_worker_if_the_smallest_one_has_room_for_an_answer() -> None:
+    """Room is a quarter of what it holds."""
+    for held, max_tokens in ((28, 28 - 21), (26, 48 - 21)):
+        message = request(prompt=CHAT_OF_21)
+        submit = (await prepare(message, MODEL.held_by(held, 48), CONTEXT)).tokens.submit
+        assert submit.max_tokens == max_tokens
+
+
 def long_chat(last: str, size: int = limits.MAX_PROMPT_CHARACTERS - 1) -> dict[str, Any]:
     """Returns a chat of two turns, of which the first begins with a message of `size`."""
     messages = [

@@ -66,9 +66,10 @@ async def answer(
     *,
     key: bytes = KEY,
     tenant: str = "",
+    model: ServedModel = MODEL,
 ) -> Answers:
     """The answer of a router of its own."""
-    service = GenerationService([MODEL], source, resume_key=key, resume_policy=ageless())
+    service = GenerationService([model], source, resume_key=key, resume_policy=ageless())
     context = RequestContext(
         arrived=time.monotonic(), caller=Caller(tenant=tenant), is_resumable=True
     )
@@ -77,10 +78,13 @@ async def answer(
 
 
 async def answer_after(
-    message: inference_pb2.GenerateRequest, source: FakeTokenSource, event_id: str
+    message: inference_pb2.GenerateRequest,
+    source: FakeTokenSource,
+    event_id: str,
+    model: ServedModel = MODEL,
 ) -> list[tuple[inference_pb2.GenerateResponse, str]]:
     """Returns the messages of a new router that its client lacks, each with its event id."""
-    service = GenerationService([MODEL], source, resume_key=KEY, resume_policy=ageless())
+    service = GenerationService([model], source, resume_key=KEY, resume_policy=ageless())
     context = RequestContext(arrived=time.monotonic(), event_id=event_id)
     prepared = await service.accept(message, context)
     signer, timeline = event_signer(prepared), inference_pb2.Timeline()
@@ -253,6 +257,27 @@ async def test_a_chat_goes_on_after_midnight_although_its_prompt_has_the_date() 
     await ask(message)
     prompts = [bytes(each.submit.token_ids) for each in source.requests]
     assert prompts == [b"01 March: x"] * 3 + [b"02 March: x"]
+
+
+@pytest.mark.parametrize("held", [40, 512])
+async def test_an_answer_keeps_its_context_where_workers_hold_another_one(held: int) -> None:
+    """Otherwise other turns would be dropped, or the answer would end at another place."""
+    first, later = MODEL.held_by(64, 64), MODEL.held_by(held, held)
+    turns = [("user", "x" * 40), ("assistant", "y"), ("user", "z")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    message = request(
+        prompt={"chat": {"messages": messages}}, truncation="auto", sampling={"seed": 7}
+    )
+    source = FakeTokenSource()
+    expected = await answer(message, source, model=first)
+    rest = await answer(resumed(message, expected[:4]), source, model=later)
+    assert whole(expected[:4] + rest) == whole(expected)
+    events = await answer_after(message, source, "", first)
+    others = await answer_after(message, source, events[3][1], later)
+    assert whole([each for each, _ in events[:4] + others]) == whole(expected)
+    submits = [each.submit for each in source.requests]
+    assert {bytes(each.token_ids) for each in submits} == {b"[user] z\n[assistant] "}
+    assert {each.max_tokens for each in submits} == {64 - len(submits[0].token_ids)}
 
 
 def test_a_random_seed_is_kept() -> None:

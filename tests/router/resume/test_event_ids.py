@@ -10,6 +10,7 @@ from tandem.router.resume.tokens import ResumeBinding, ResumeKey
 
 BINDING = ResumeBinding(
     began=0,
+    context_tokens=512,
     key=ResumeKey(b"k" * 32),
     policy=ResumePolicy(),
     digest=b"d" * 8,

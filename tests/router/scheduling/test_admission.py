@@ -205,6 +205,14 @@ async def test_a_request_that_no_worker_could_run_is_refused_at_once() -> None:
         await requests.finish(name)
 
 
+async def test_a_request_that_the_missing_decode_workers_may_run_may_be_asked_again() -> None:
+    requests = AdmittedRequests()
+    requests.registry.update([info("p0", worker_pb2.ROLE_PREFILL, max_sequences=2)])
+    task = await requests.ask(request([1] * 9, "wide", num_choices=3))
+    with pytest.raises(Unavailable, match="no decode worker is ready; the prefill workers run at"):
+        await task
+
+
 async def test_a_request_larger_than_all_kv_cache_begins_when_a_worker_is_empty() -> None:
     """The expected completion is an estimate; the worker decides whether the request fits."""
     requests = AdmittedRequests(max_sequences=32)  # 4096 tokens
