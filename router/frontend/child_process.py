@@ -3,6 +3,7 @@
 So a request that never ends costs other requests of this process nothing.
 """
 
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from importlib import import_module
 from threading import Lock
 from typing import Final
+
+import psutil
 
 _START_SECONDS: Final = 60.0
 _LENGTH_BYTES: Final = 8  # before each message, big-endian
@@ -32,6 +35,12 @@ def main() -> None:
             except EOFError:
                 return
             _send(connection, answer(request), None)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Bounds the address space of this process to what it has now and `num_bytes` more."""
+    most = psutil.Process().memory_info().vms + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 class ChildProcess:

@@ -17,9 +17,16 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
-from ...proto.llguidance_calls import PARSER_LIMITS, on_deep_stack
+from ...proto.llguidance_calls import (
+    MAX_GRAMMAR_BYTES,
+    PARSER_LIMITS,
+    allocated_bytes,
+    on_deep_stack,
+    public_error,
+    reserved_bytes,
+)
 from .chat import parameters_schema
-from .child_process import ChildProcess
+from .child_process import ChildProcess, limit_memory
 from .fair_threads import FairThreads
 from .schemas.json_schemas import JSON_STYLE, close_objects, readable
 
@@ -31,6 +38,13 @@ _CACHE_CHARACTERS: Final = 8 * 2**20
 """Of all remembered grammars and their constraints; clients send the same schemas repeatedly."""
 
 _MAX_REWRITTEN: Final = 2 * limits.MAX_GRAMMAR_CHARACTERS
+MAX_COMBINED: Final = 4 * limits.MAX_GRAMMAR_CHARACTERS
+"""Size of the result of `either`, which quotes two grammars; at most half of what workers take."""
+
+# Of all checks, beyond the memory of the imports. The stack of a check takes a quarter, once it is
+# deep, and a heap of glibc an eighth.
+_MEMORY_BYTES: Final = 2**30
+_MAX_EXCESS: Final = 2  # of the memory that workers reserve, because freed pieces stay in caches
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 _GBNF_RULE: Final = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -85,10 +99,12 @@ class GrammarValidator:
         tenant: str = "",
         salt: bytes = b"",
         tools: Sequence[inference_pb2.Tool] = (),
+        max_characters: int = limits.MAX_GRAMMAR_CHARACTERS,
     ) -> str:
         """Returns the grammar of a constraint in the format of llguidance.
 
         Adds to a grammar the rules `arguments_0`, `arguments_1` etc. of checked `tools`.
+        `max_characters`: of the constraint.
         Checks of one tenant take turns, so a check of another tenant waits for one of them at most.
         Callers with the same `salt` share the cache. Raises InvalidArgument with a short reason,
         which names `field` or the constraint's own field (`constraint.json_schema`), also if the
@@ -107,7 +123,7 @@ class GrammarValidator:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        _check_size(constraint, field)
+        _check_size(constraint, field, max_characters)
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         wait = _MAX_WAITS * self._seconds
         try:
@@ -133,7 +149,10 @@ class GrammarValidator:
         except TimeoutError:
             return "", f"takes more than {self._seconds:g} seconds to check; simplify it"
         except EOFError:
-            return "", "cannot be checked"
+            return "", (
+                "takes too much memory to check, or is nested too deeply; simplify it, as by "
+                "smaller minItems and maxItems"
+            )
         except ChildProcessError:
             raise Unavailable("grammars cannot be checked now") from None
         return grammar, reason
@@ -148,7 +167,7 @@ class GrammarValidator:
             self._size -= len(old) + len(dropped)
 
 
-def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
+def _check_size(constraint: inference_pb2.Constraint, field: str, max_characters: int) -> None:
     """Raises InvalidArgument if the constraint is empty or too large."""
     kind = constraint.WhichOneof("kind") or ""
     if kind == "json_object":
@@ -167,10 +186,8 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
                 raise InvalidArgument("must have at least 1 character", f"{field}.texts[{i}]")
     else:
         size = len(getattr(constraint, kind))
-    if not 1 <= size <= limits.MAX_GRAMMAR_CHARACTERS:
-        raise InvalidArgument(
-            f"has {size} characters; it must have 1 to {limits.MAX_GRAMMAR_CHARACTERS}", field
-        )
+    if not 1 <= size <= max_characters:
+        raise InvalidArgument(f"has {size} characters; it must have 1 to {max_characters}", field)
 
 
 def _to_message(
@@ -205,7 +222,8 @@ def _named(grammar: str, name: str) -> list[dict[str, Any]]:
 
 
 def make_answer() -> Callable[[bytes], bytes]:
-    """Returns the function that checks constraints in the child process."""
+    """Bounds the memory of this process; returns the function that checks constraints in it."""
+    limit_memory(_MEMORY_BYTES)
 
     def answer(request: bytes) -> bytes:
         message = inference_pb2.GenerateRequest.FromString(request)
@@ -229,11 +247,20 @@ def check_constraint(
     except ValueError as error:
         return "", str(error)
     tokenizer = _tokenizer_for(grammar)
+    before = allocated_bytes()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
     matcher.compute_bitmask()
+    taken = allocated_bytes() - before
     if matcher.get_error().startswith("NoExtensionBias"):
         return grammar, "matches nothing"
-    return grammar, _short(matcher.get_error()) if matcher.is_error() else ""
+    if matcher.is_error():
+        return grammar, _short(public_error(matcher.get_error()))
+    if taken > min(_MAX_EXCESS * reserved_bytes(grammar), MAX_GRAMMAR_BYTES):
+        return grammar, (
+            "takes too much memory once it is compiled; simplify it, as by smaller minItems and "
+            "maxItems"
+        )
+    return grammar, ""
 
 
 def _with_arguments(grammar: str, tools: Iterable[inference_pb2.Tool]) -> str:

@@ -29,7 +29,7 @@ from ..telemetry.trace import TraceContext
 from ..turns import droppable_parts, without
 from ..watermark.rules import WatermarkRules, choose_watermark
 from .chat import check_chat, must_call, within_characters
-from .constraint import GrammarValidator, either
+from .constraint import MAX_COMBINED, GrammarValidator, either
 from .fair_threads import CHECKING, COMPILING
 from .prepared import PreparedRequest, begin_of, resumed
 from .tokenizer import Tokenizer
@@ -436,7 +436,9 @@ async def _with_calls(
         both = inference_pb2.Constraint(grammar=either(of_calls, grammar))
     except ValueError as error:
         raise InvalidArgument(f"{error} to be combined with tools", "constraint") from None
-    return await validate(both, field, caller.fairness_id, caller.cache_salt)
+    return await validate(
+        both, field, caller.fairness_id, caller.cache_salt, max_characters=MAX_COMBINED
+    )
 
 
 def _affinity(key: str, caller: Caller) -> str:

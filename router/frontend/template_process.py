@@ -6,18 +6,17 @@ chats, and messages that it does not write are changed (messages/). Knows nothin
 """
 
 import json
-import resource
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Final
 
-import psutil
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from .chat_formats import CALL_FORMATS, call_format
+from .child_process import limit_memory
 from .messages.calls import (
     CALL_FORMS,
     MARK,
@@ -49,8 +48,7 @@ Tokens = tuple[tuple[str, str], ...]
 
 def make_answer() -> Callable[[bytes], bytes]:
     """Bounds the memory of this process; returns the function that renders in it."""
-    most = psutil.Process().memory_info().vms + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit_memory(_MEMORY_BYTES)
     return lambda request: json.dumps(_render(*json.loads(request))).encode()
 
 

@@ -17,85 +17,25 @@ from functools import partial
 from typing import Any, Final
 
 from ....proto import limits
+from .keywords import (
+    ANNOTATIONS,
+    APPLICATORS,
+    FORMATS,
+    IN_PLACE,
+    KNOWN,
+    LISTS,
+    MAPS,
+    READ,
+    REFERENCES,
+    SAYS_MORE,
+    SCHEMAS,
+    UNREADABLE,
+)
 from .numbers import refused_number
-from .patterns import has_lookaround, without_lookarounds
+from .patterns import has_lookaround, with_rust_classes, without_lookarounds
 from .unions import exclude
 
-_MAPS: Final = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
-_LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SCHEMAS: Final = (
-    "items",
-    "additionalItems",
-    "contains",
-    "unevaluatedItems",
-    "additionalProperties",
-    "propertyNames",
-    "unevaluatedProperties",
-    "not",
-    "if",
-    "then",
-    "else",
-)
-"""Keywords whose values are schemas by name, lists of schemas, or a schema (`items`: both)."""
-
-_VALUES: Final = ("const", "enum", "discriminator", "dependentRequired")
-"""Keywords whose values are no schemas. References may lead to schemas in unknown keywords."""
-
-_REFERENCES: Final = ("$ref", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas")
-_SAYS_MORE: Final = (
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "propertyNames",
-    "not",
-)
-"""Keywords that allow or forbid further properties beside `properties`."""
-
-_APPLICATORS: Final = (*_REFERENCES, "allOf", "then", "else", "not")
-"""Keywords whose schemas may evaluate further properties or items."""
-
-_FORMATS: Final = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-)
-"""The formats that llguidance reads."""
-
-_UNREADABLE: Final = (
-    "if",
-    "then",
-    "else",
-    "not",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "uniqueItems",
-    "contains",
-    "minContains",
-    "maxContains",
-    "unevaluatedItems",
-    "propertyNames",
-    "unevaluatedProperties",
-    "$dynamicRef",
-    "$recursiveRef",
-)
-"""Keywords that llguidance does not read; it ignores annotations and unknown keywords."""
-
-_ANNOTATIONS: Final = frozenset(
-    (
-        "title",
-        "description",
-        "default",
-        "deprecated",
-        "example",
-        "examples",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-        "$id",
-        "$anchor",
-        "id",
-    )
-)
-_KNOWN: Final = frozenset((*_MAPS, *_LISTS, *_SCHEMAS, *_VALUES)) | _ANNOTATIONS
+_NULL: Final = {"type": "null"}
 _MAX_REFERENCES: Final = 8  # that are followed one after the other
 _MAX_OPTIONS: Final = 100  # of a `oneOf` whose pairs are compared, in 0.2 s at most
 
@@ -127,7 +67,9 @@ def readable(schema: Any) -> Any:
     if the schema cannot be expressed.
     """
     try:
-        return _readable(schema, schema, "", _named_by_references(schema))
+        named = _named_by_references(schema)
+        root = _with_null(schema, named)
+        return _readable(root, root, "", named)
     except RecursionError:
         return schema
 
@@ -141,7 +83,7 @@ def resolved(schema: Any, root: Any, *, alone: bool = False) -> Any:
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
-        if alone and schema.keys() - _ANNOTATIONS != {"$ref"}:
+        if alone and schema.keys() - ANNOTATIONS != {"$ref"}:
             break
         schema = _target(schema["$ref"], root)
     return schema
@@ -186,16 +128,16 @@ def _with_subschemas(
     Unknown keywords hold schemas only if a reference leads through them: if they are `named`.
     """
     found = dict(schema)
-    for name in _MAPS:
+    for name in MAPS:
         if isinstance(found.get(name), dict):
             found[name] = {key: change(value, key) for key, value in found[name].items()}
-    for name in _LISTS:
+    for name in LISTS:
         if isinstance(found.get(name), list):
             found[name] = [change(value, "") for value in found[name]]
-    for name in _SCHEMAS:
+    for name in SCHEMAS:
         if isinstance(found.get(name), dict):
             found[name] = change(found[name], "")
-    for name in (found.keys() & named) - _KNOWN:
+    for name in (found.keys() & named) - KNOWN:
         if isinstance(found[name], dict):
             found[name] = change(found[name], name)
         elif isinstance(found[name], list):
@@ -208,7 +150,7 @@ def _closed(schema: Any, named: Set[str]) -> Any:
         return schema
     found = _with_subschemas(schema, lambda value, _name: _closed(value, named), named)
     properties = found.get("properties")
-    if isinstance(properties, dict) and not any(name in found for name in _SAYS_MORE):
+    if isinstance(properties, dict) and not any(name in found for name in SAYS_MORE):
         required = found.get("required")
         names = required if isinstance(required, list) else []
         missing = [name for name in names if isinstance(name, str) and name not in properties]
@@ -224,7 +166,7 @@ def _joins(schema: Any, named: Set[str]) -> bool:
         return False
     branches = schema.get("allOf")
     num_parts = len(branches) if isinstance(branches, list) else 0
-    num_parts += ("properties" in schema) + sum(name in schema for name in _REFERENCES)
+    num_parts += ("properties" in schema) + sum(name in schema for name in REFERENCES)
     return num_parts > 1 or any(_joins(each, named) for each in _subschemas(schema, named))
 
 
@@ -232,6 +174,30 @@ def _subschemas(schema: Mapping[str, Any], named: Set[str]) -> Iterator[Any]:
     found: list[Any] = []
     _with_subschemas(schema, lambda value, _name: found.append(value), named)
     yield from found
+
+
+def _with_null(schema: Any, named: Set[str]) -> Any:
+    """Expresses `nullable: true` of OpenAPI 3.0, also beside `$ref`, where generators write it."""
+    if not isinstance(schema, dict):
+        return schema
+    found = _with_subschemas(schema, lambda value, _name: _with_null(value, named), named)
+    if found.get("nullable") is not True:
+        return found
+    del found["nullable"]
+    parts = [name for name in (*IN_PLACE, "const") if name in found]
+    if parts == ["anyOf"] and isinstance(found["anyOf"], list):
+        found["anyOf"] = [*found["anyOf"], _NULL]
+    elif parts:
+        kept = (named - KNOWN) | {"$defs", "definitions", "$schema", *ANNOTATIONS}
+        other = {name: found.pop(name) for name in list(found) if name not in kept}
+        return found | {"anyOf": [other, _NULL]}
+    types = found.get("type")
+    types = [types] if isinstance(types, str) else types
+    if isinstance(types, list) and "null" not in types:
+        found["type"] = [*types, "null"]
+    if isinstance(found.get("enum"), list) and None not in found["enum"]:
+        found["enum"] = [*found["enum"], None]
+    return found
 
 
 def _readable(schema: Any, root: Any, place: str, named: Set[str]) -> Any:
@@ -246,14 +212,19 @@ def _readable(schema: Any, root: Any, place: str, named: Set[str]) -> Any:
     _express_one_of(found, root)
     if isinstance(found.get("items"), bool | dict):  # then no item is unevaluated
         found.pop("unevaluatedItems", None)
-    if isinstance(found.get("pattern"), str):
-        _express_pattern(found, place)
+    if not isinstance(found.get("items"), list):
+        found.pop("additionalItems", None)  # beside it, llguidance does not read `prefixItems`
+    _express_patterns(found, place)
     if reason := refused_number(found):
         raise ValueError(f"{_at(place)}{reason}")
-    if unreadable := next((name for name in _UNREADABLE if name in found), ""):
+    if unreadable := next((name for name in UNREADABLE if name in found), ""):
         raise ValueError(
             f"{_at(place)}the keyword {unreadable!r} is not supported in this form; leave it out"
         )
+    if any(name in found for name in IN_PLACE):
+        # llguidance takes unknown names for conditions, and a recursive schema must have none here.
+        for name in found.keys() - READ - named:
+            del found[name]
     return found
 
 
@@ -289,12 +260,12 @@ def _drop_without_effect(found: dict[str, Any]) -> None:
 
 def _has_unread_format(schema: Mapping[str, Any]) -> bool:
     """Returns True for a format that llguidance does not read: by the standard an annotation."""
-    return isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS
+    return isinstance(schema.get("format"), str) and schema["format"] not in FORMATS
 
 
 def _express_objects(found: dict[str, Any], root: Any) -> None:
     """Expresses conditions on the names of properties by keywords that llguidance reads."""
-    if "unevaluatedProperties" in found and not any(name in found for name in _APPLICATORS):
+    if "unevaluatedProperties" in found and not any(name in found for name in APPLICATORS):
         rest = found.pop("unevaluatedProperties")
         found.setdefault("additionalProperties", rest)
     if "additionalProperties" in found:  # then no property is unevaluated
@@ -318,7 +289,7 @@ def _express_names(found: dict[str, Any], names: Any) -> None:
         names = {}
     if not isinstance(names, dict):  # no name matches, or the reference leads nowhere
         return
-    asked = {name: value for name, value in names.items() if name not in _ANNOTATIONS}
+    asked = {name: value for name, value in names.items() if name not in ANNOTATIONS}
     if asked.get("type") == "string":
         del asked["type"]
     if _has_unread_format(asked):
@@ -398,18 +369,30 @@ def _name_pattern(asked: Mapping[str, Any]) -> str:
     return ""
 
 
-def _express_pattern(found: dict[str, Any], place: str) -> None:
-    """Expresses the look-arounds of a pattern by further patterns that must match."""
-    if not has_lookaround(found["pattern"]) or not isinstance(found.get("allOf", []), list):
+def _express_patterns(found: dict[str, Any], place: str) -> None:
+    """Expresses patterns as llguidance reads them.
+
+    Expresses the look-arounds of `pattern` by further patterns that must match.
+    """
+    by_pattern = found.get("patternProperties")
+    if isinstance(by_pattern, dict):
+        rewritten = {with_rust_classes(pattern): value for pattern, value in by_pattern.items()}
+        if len(rewritten) == len(by_pattern):  # else llguidance refuses them: they are the same
+            found["patternProperties"] = rewritten
+    pattern = found.get("pattern")
+    if not isinstance(pattern, str):
         return
-    if patterns := without_lookarounds(found["pattern"]):
-        found["pattern"] = patterns[0]
-        others = [{"pattern": pattern} for pattern in patterns[1:]]
-        found["allOf"] = [*found.get("allOf", ()), *others]
-    elif found.get("format") in _FORMATS:  # generators write the pattern of a format beside it
+    patterns = [pattern]
+    if has_lookaround(pattern) and isinstance(found.get("allOf", []), list):
+        patterns = without_lookarounds(pattern)
+        if not patterns and str(found.get("format")) not in FORMATS:
+            raise ValueError(
+                f"{_at(place)}the pattern {pattern[:64]!r} has a look-around that is not "
+                "supported; leave it out"
+            )
+    if not patterns:  # generators write the pattern of a format beside it
         del found["pattern"]
-    else:
-        raise ValueError(
-            f"{_at(place)}the pattern {found['pattern'][:64]!r} has a look-around that is not "
-            "supported; leave it out"
-        )
+        return
+    found["pattern"], *others = map(with_rust_classes, patterns)
+    if others:
+        found["allOf"] = [*found.get("allOf", ()), *({"pattern": each} for each in others)]

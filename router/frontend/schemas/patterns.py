@@ -1,15 +1,24 @@
-"""Rewrites patterns with look-arounds, which JSON schemas allow and llguidance does not.
+"""Rewrites the patterns of JSON schemas for llguidance.
 
-JSON schemas have the patterns of ECMA-262.
+JSON schemas have the patterns of ECMA-262. llguidance has the patterns of Rust, without
+look-arounds and with another syntax of classes.
 """
 
 import itertools
 import re
 from typing import Final
 
-_SKIPPED: Final = r"\\.|\[(?:\\.|[^\]\\])*+(?:\]|\Z)"  # escapes and classes, in linear time
+_SKIPPED: Final = r"\\.|\[(?:\\.|[^\]\\])*+(?:\]|\\?\Z)"  # escapes and classes, in linear time
 _LOOKAROUND: Final = re.compile(rf"{_SKIPPED}|(?P<look>\(\?<?[=!])", re.DOTALL)
 _PARTS: Final = re.compile(rf"{_SKIPPED}|(?P<special>[()|])", re.DOTALL)
+_CLASS_OR_ESCAPE: Final = re.compile(
+    r"\\.|\[(?P<negation>\^?)(?P<members>(?:\\.|[^\]\\])*+)(?P<end>\]|\\?\Z)", re.DOTALL
+)
+_MEMBER: Final = re.compile(
+    r"\\(?:[pP]\{[^}]*\}|u\{[^}]*\}|u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|.)|.", re.DOTALL
+)
+_SEVERAL: Final = re.compile(r"\\[dDwWsSpP]")  # begins a member that is no end of a range
+_SPECIAL_IN_CLASS: Final = frozenset("[]^-&~")  # in Rust
 _CLASS: Final = r"\[\^?(?:\\.|[^\]\\])+\]"
 _ONE_CLASS: Final = re.compile(rf"({_CLASS})|\\([dDwWsS])")
 _ONLY_CLASS: Final = re.compile(rf"\^?({_CLASS})([*+])\$")
@@ -34,6 +43,37 @@ def without_lookarounds(pattern: str) -> list[str]:
     if len(pattern) > _MAX_PATTERN or _group_depth(pattern) > _MAX_GROUP_DEPTH:
         return []
     return _without_lookaheads(_DECIMAL_WIDTH.sub(_decimal, pattern))
+
+
+def with_rust_classes(pattern: str) -> str:
+    """Returns the pattern with its classes of characters in the syntax of Rust.
+
+    There `[` begins a class within a class, and `&&`, `--` and `~~` combine classes. A class that
+    begins with `]` stays: it is rare in ECMAScript, and has Rust's meaning in Python.
+    """
+    return _CLASS_OR_ESCAPE.sub(_rust_class, pattern)
+
+
+def _rust_class(match: re.Match[str]) -> str:
+    if match["end"] != "]" or not match["members"]:  # an escape, or a class without an end
+        return match[0]
+    members: list[str] = _MEMBER.findall(match["members"])
+    found: list[str] = []
+    begin = 0
+    while begin < len(members):
+        part = members[begin : begin + 3]
+        if len(part) < 3 or part[1] != "-":
+            part = part[:1]
+        begin += len(part)
+        is_range = len(part) == 3 and not any(map(_SEVERAL.match, part))
+        found += map(_rust_member, part)
+        if is_range:
+            found[-2] = "-"
+    return f"[{match['negation']}{''.join(found)}]"
+
+
+def _rust_member(member: str) -> str:
+    return f"\\{member}" if member in _SPECIAL_IN_CLASS else member
 
 
 def has_lookaround(pattern: str) -> bool:

@@ -94,6 +94,7 @@ async def test_a_grammar_accepts_the_texts_of_its_constraint(
 
 
 DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
+LONG = {"type": "array", "items": {"type": "null"}, "maxItems": 10_000}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,26 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ),
         ({"json_schema": DEEP[: limits.MAX_GRAMMAR_CHARACTERS]}, "constraint.json_schema", "."),
         ({"json_schema": "[" * 100_000}, "constraint.json_schema", "nested too deeply"),
+        (
+            {"json_schema": '{"type": "array", "minItems": 1000000000000}'},
+            "constraint.json_schema",
+            "'minItems' must be at most 10000",
+        ),
+        (
+            {"json_schema": json.dumps({"prefixItems": [LONG] * 8})},
+            "constraint.json_schema",
+            "fails with it; use smaller minItems and maxItems, or simplify it$",
+        ),
+        (
+            {"grammar": 'start: %json {"items": {"type": "null"}, "minItems": 1000000000000}'},
+            "constraint.grammar",
+            "takes too much memory to check",
+        ),
+        (
+            {"grammar": 'start: %json {"items": {"type": "null"}, "min\\u0049tems": 300000}'},
+            "constraint.grammar",
+            "takes too much memory once",
+        ),
         (
             {"json_schema": " " * (limits.MAX_GRAMMAR_CHARACTERS + 1)},
             "constraint.json_schema",
@@ -161,6 +182,8 @@ async def test_a_bad_constraint_is_refused_with_a_short_reason(
 
 async def test_the_bounds_themselves_are_allowed() -> None:
     await grammar_of(regex="x" * limits.MAX_GRAMMAR_CHARACTERS)
+    await grammar_of(json_schema=json.dumps(LONG))
+    await grammar_of(json_schema=json.dumps(LONG | {"minItems": 10_000}))
     await grammar_of(choice={"texts": [f"{i:0128d}" for i in range(limits.MAX_CONSTRAINT_CHOICES)]})
 
 
@@ -446,6 +469,79 @@ async def test_schemas_as_zod_and_pydantic_write_them() -> None:
     }
     grammar = await grammar_of(json_schema=json.dumps(named))
     assert takes(grammar, '{"not": 1, "format": 2}')
+    url = {"type": "string", "format": "uri", "maxLength": 2083, "minLength": 1}
+    grammar = await grammar_of(json_schema=json.dumps(url))
+    assert takes(grammar, '"https://example.com/a?b=1"')
+    assert not takes(grammar, '"a b"')
+    email = {
+        "type": "string",
+        "format": "email",
+        "pattern": (
+            r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
+            r"[A-Za-z]{2,}$"
+        ),
+    }
+    grammar = await grammar_of(json_schema=json.dumps(email))
+    assert takes(grammar, '"ada.l@example.com"')
+    assert not takes(grammar, '"ada..l@example.com"')
+    text = {"type": "string", "nullable": True}
+    grammar = await grammar_of(json_schema=json.dumps(text))
+    assert [takes(grammar, each) for each in ("null", '"a"', "1")] == [True, True, False]
+
+
+class Leaf(BaseModel):
+    kind: Literal["leaf"]
+
+
+class Branch(BaseModel):
+    kind: Literal["branch"]
+    parts: "list[Annotated[Leaf | Branch, Field(discriminator='kind')]]"
+
+
+async def test_recursive_schemas_have_annotations_beside_their_references() -> None:
+    """llguidance would take those that it does not know for conditions."""
+    schema = close_objects(Branch.model_json_schema())
+    grammar = await grammar_of(json_schema=json.dumps(schema))
+    assert takes(grammar, '{"kind": "branch", "parts": [{"kind": "branch", "parts": []}]}')
+    assert takes(grammar, '{"kind": "branch", "parts": [{"kind": "leaf"}]}')
+    assert not takes(grammar, '{"kind": "branch", "parts": [{"kind": "leaf", "parts": []}]}')
+    following = {"$ref": "#/$defs/node", "x-order": 1, "deprecated": True, "nullable": True}
+    node = {"type": "object", "properties": {"next": following}, "additionalProperties": False}
+    grammar = await grammar_of(
+        json_schema=json.dumps({"$ref": "#/$defs/node", "$defs": {"node": node}})
+    )
+    assert takes(grammar, '{"next": {"next": null}}')
+    assert not takes(grammar, '{"next": 1}')
+
+
+async def test_a_tuple_keeps_its_items_beside_a_keyword_of_older_drafts() -> None:
+    schema = {"type": "array", "prefixItems": [{"const": 1}], "items": False}
+    grammar = await grammar_of(json_schema=json.dumps(schema | {"additionalItems": False}))
+    assert [takes(grammar, text) for text in ("[1]", "[2]", "[1, 2]")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^[^[\]]+$", "a", "["),
+        ("^[[a]]$", "a]", "a"),
+        ("^[a&&b]$", "&", "c"),
+        ("^[+--]$", ",", "a"),
+        ("^[a~~b]$", "~", "c"),
+        (r"^[.-\w]$", "-", "/"),
+    ],
+)
+async def test_classes_of_characters_are_those_of_ecmascript(
+    pattern: str, good: str, bad: str
+) -> None:
+    """Rust has classes within classes."""
+    grammar = await grammar_of(json_schema=json.dumps({"type": "string", "pattern": pattern}))
+    assert takes(grammar, f'"{good}"')
+    assert not takes(grammar, f'"{bad}"')
+    by_name = {"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False}
+    grammar = await grammar_of(json_schema=json.dumps(by_name))
+    assert takes(grammar, f'{{"{good}": 1}}')
+    assert not takes(grammar, f'{{"{bad}": 1}}')
 
 
 @pytest.mark.parametrize("number", [2**53, 2**53 + 2, 2**62 + 2**10, -(2**62)])

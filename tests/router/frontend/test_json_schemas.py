@@ -4,6 +4,7 @@ import copy
 import itertools
 import re
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
 from tandem.router.frontend.schemas.json_schemas import close_objects, readable
+from tandem.router.frontend.schemas.patterns import with_rust_classes
 from tandem.tests.examples import num_examples
 from tandem.tests.waits import WAIT
 
@@ -137,7 +139,7 @@ def test_a_schema_that_is_too_deep_stays_as_it_is() -> None:
 
 def test_properties_named_as_keywords_are_properties() -> None:
     """They are closed like others, and ask for nothing that a keyword asks for."""
-    names = ("if", "properties", "anyOf", "$ref", "not", "uniqueItems", "format")
+    names = ("if", "properties", "anyOf", "$ref", "not", "uniqueItems", "format", "nullable")
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     assert close_objects(schema) == schema | {"additionalProperties": False}
     assert readable(schema) == schema
@@ -175,6 +177,35 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"allOf": [{}], "additionalProperties": True},
     ),
     ({"items": False, "unevaluatedItems": False}, {"items": False}),
+    ({"prefixItems": [True], "additionalItems": False}, {"prefixItems": [True]}),
+    ({"items": True, "additionalItems": False}, {"items": True}),
+    ({"items": [True], "additionalItems": False}, {"items": [True], "additionalItems": False}),
+    ({"type": "string", "nullable": True}, {"type": ["string", "null"]}),
+    ({"type": ["null"], "nullable": True}, {"type": ["null"]}),
+    ({"enum": ["a"], "nullable": True}, {"enum": ["a", None]}),
+    ({"const": 1, "nullable": True}, {"anyOf": [{"const": 1}, {"type": "null"}]}),
+    (
+        {"$ref": "#/$defs/Pet", "nullable": True, "title": "A"},
+        {"anyOf": [{"$ref": "#/$defs/Pet"}, {"type": "null"}], "title": "A"},
+    ),
+    (
+        {"type": "object", "allOf": [{}], "nullable": True},
+        {"anyOf": [{"type": "object", "allOf": [{}]}, {"type": "null"}]},
+    ),
+    ({"anyOf": [{}], "nullable": True}, {"anyOf": [{}, {"type": "null"}]}),
+    ({"type": "string", "nullable": False}, {"type": "string", "nullable": False}),
+    (
+        {"$ref": "#", "title": "A", "deprecated": True, "x-order": 1, "nullable": False},
+        {"$ref": "#", "title": "A"},
+    ),
+    (
+        {"anyOf": [{}], "discriminator": {"propertyName": "a"}, "example": 1, "type": "object"},
+        {"anyOf": [{}], "type": "object"},
+    ),
+    (
+        {"pattern": "^[[\\]a&&b]$", "patternProperties": {"[[~~]": {}}},
+        {"pattern": r"^[\[\]a\&\&b]$", "patternProperties": {r"[\[\~\~]": {}}},
+    ),
     ({"propertyNames": {"type": "string", "title": "Name"}}, {}),
     (
         {"propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}},
@@ -342,6 +373,8 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"propertyNames": {"$ref": "#/$defs/both"}}, "'propertyNames'"),
     ({"type": "integer", "multipleOf": 10_007}, "'multipleOf'.* at most 10000"),
     ({"multipleOf": 0.000_010_007}, "'multipleOf'"),
+    ({"minItems": 10_001}, "'minItems' must be at most 10000"),
+    ({"maxItems": 10**12}, "'maxItems' must be at most 10000"),
     ({"const": 2**53 + 1}, f"'const' has the integer {2**53 + 1}"),
     ({"const": {"a": [-(2**53) - 1]}}, "'const'"),
     ({"const": 2**64}, "'const'"),
@@ -410,6 +443,44 @@ def test_lookaheads_are_expressed_exactly(pattern: str) -> None:
             )
 
 
+_MEMBERS_OF_CLASSES = ["\\w", "\\]", "\\\\", "\\-", *"ab019[-&~^,+./"]
+
+
+@given(members=st.lists(st.sampled_from(_MEMBERS_OF_CLASSES), min_size=1, max_size=8))
+@settings(max_examples=num_examples(300))
+def test_classes_of_characters_keep_their_meaning(members: list[str]) -> None:
+    """Python reads them as ECMAScript does, and refuses the ranges that Rust refuses."""
+    pattern = f"^[{''.join(members)}]$"
+    rewritten = with_rust_classes(pattern)
+    assert with_rust_classes(rewritten) == rewritten
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about sets in sets
+        try:
+            before = re.compile(pattern)
+        except re.error:
+            return
+    after = re.compile(rewritten)
+    for character in map(chr, range(128)):
+        assert bool(before.search(character)) == bool(after.search(character)), character
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("[[a]]", r"[\[a]]"),
+        ("[a&&b~~]", r"[a\&\&b\~\~]"),
+        ("[--a][+--]", r"[\--a][+-\-]"),
+        (r"[\w-.][.-\d]", r"[\w\-.][.\-\d]"),
+        (r"[^[]\[[]", r"[^\[]\[[\[]"),
+        (r"[\u0041-\x5a\p{L}-]", r"[\u0041-\x5a\p{L}\-]"),
+        ("[]a][^]b]", "[]a][^]b]"),
+        ("[a[", "[a["),
+    ],
+)
+def test_classes_are_written_as_rust_reads_them(pattern: str, expected: str) -> None:
+    assert with_rust_classes(pattern) == expected
+
+
 def test_a_format_stands_for_a_pattern_beside_it_that_cannot_be_read() -> None:
     """As zod writes durations."""
     found = readable(
@@ -429,6 +500,8 @@ def test_a_long_pattern_takes_no_long_time() -> None:
         "^(?=a)" + "[" * 100_000,
         "(" * 100_000 + "(?=a)",
         "(?!" * 30_000,
+        "[" * 100_000 + "\\",
+        f"[{'a-' * 50_000}]",
         f"^(?!{'(' * 400}{'a' * 60_000}{')' * 400})",
     ):
         began = time.monotonic()

@@ -1,3 +1,4 @@
+import json
 import math
 import threading
 from dataclasses import replace
@@ -233,6 +234,19 @@ async def test_schemas_of_tools_are_rewritten_in_another_process(
     error = await refused(request(prompt={"chat": chat}, **fields))
     assert error.field == "prompt.chat.tools"
     assert "the arguments of 'f': property 'a': the keyword 'not'" in error.message
+
+
+async def test_large_tools_and_a_large_schema_fit_together() -> None:
+    """Each is within its bound, and the whole is longer since it quotes them."""
+    parameters = {"type": "object", "description": '"' * 30_000}
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"name": "f", "parameters": json.dumps(parameters)}],
+    }
+    schema = json.dumps({"enum": ["x" * 60_000]})
+    message = request(prompt={"chat": chat}, constraint={"json_schema": schema})
+    grammar = (await prepared(message, 2**20)).grammar
+    assert len(grammar) > limits.MAX_GRAMMAR_CHARACTERS
 
 
 async def test_a_seed_of_zero_is_a_seed_and_none_is_random() -> None:
