@@ -142,13 +142,27 @@ class LinearCost:
         return math.inf if left >= 0 else -math.inf
 
 
-class LinearFit:
-    """Fits a LinearCost to (amount, seconds) by least squares; later observations weigh more.
+def fit_line(
+    amount: float, seconds: float, variance: float, covariance: float, prior: LinearCost
+) -> LinearCost:
+    """Returns the line through observed work by least squares.
 
+    `amount` and `seconds` are the means of the observations, `variance` is the one of the amounts.
     If the amounts differ too little to separate the slope from the fixed part, the slope is pulled
-    towards the slope of a prior, scaled to the observed speed. So prompts of one length also yield
+    towards the slope of `prior`, scaled to the observed speed. So prompts of one length also yield
     a time per token. Neither part is ever negative.
     """
+    pull = (_SPREAD * amount) ** 2
+    if not pull:  # the amounts are 0, or too small to be squared
+        return LinearCost(fixed=seconds, each=prior.each)
+    expected = prior.seconds(amount)
+    likely = prior.each * seconds / expected if expected else 0.0
+    each = min(max((covariance + pull * likely) / (variance + pull), 0.0), seconds / amount)
+    return LinearCost(fixed=seconds - each * amount, each=each)
+
+
+class LinearFit:
+    """Fits a line to observed work, see `fit_line`; later observations weigh more."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -176,12 +190,6 @@ class LinearFit:
             return prior
         amount = self._amount / self._weight
         seconds = self._seconds / self._weight
-        pull = (_SPREAD * amount) ** 2
-        if not pull:  # the amounts are 0, or too small to be squared
-            return LinearCost(fixed=seconds, each=prior.each)
         variance = max(self._square / self._weight - amount * amount, 0.0)
         covariance = self._product / self._weight - amount * seconds
-        expected = prior.seconds(amount)
-        likely = prior.each * seconds / expected if expected else 0.0
-        each = min(max((covariance + pull * likely) / (variance + pull), 0.0), seconds / amount)
-        return LinearCost(fixed=seconds - each * amount, each=each)
+        return fit_line(amount, seconds, variance, covariance, prior)
