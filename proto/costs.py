@@ -1,4 +1,4 @@
-"""Computes costs: the KV cache that a sequence holds and moves, and the time that work takes.
+"""Computes costs: the KV cache that a sequence holds and moves, and the time and size of steps.
 
 Pure arithmetic, for routers and workers. The KV cache follows from the block tables of the model. A
 table has the tokens of one window; all its blocks have the bytes of every other table's blocks, so
@@ -27,6 +27,12 @@ A single stall, such as a first compilation, must not redirect requests for long
 _OUTLIER: Final = 4.0
 _SPREAD: Final = 0.1
 """Amounts that differ by less than this share of their mean tell little about the unit cost."""
+
+GROWTH_TOKENS: Final = 256
+"""Generated tokens that are counted in advance for each sequence.
+
+Most completions are not longer.
+"""
 
 
 class TableCost(NamedTuple):
@@ -122,6 +128,15 @@ class KvCost:
 
 NEUTRAL_COST: Final = KvCost(1, (TableCost(1, _DEFAULT_TOKEN_BYTES),))
 """The costs on an unknown worker: of a model without windows and states."""
+
+
+def mixed_chunk(most: int, num_sequences: int) -> int:
+    """Returns the prompt tokens, at most `most`, that a step computes beside decodes.
+
+    `num_sequences` are the worker's sequences, running and waiting. With few sequences the result
+    is about a third of `most`, because their steps are short.
+    """
+    return min(most, -(-most // 3) + num_sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
