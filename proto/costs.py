@@ -1,4 +1,4 @@
-"""Computes costs: the KV cache that a sequence holds and moves, and the time that work takes.
+"""Computes costs: the KV cache that a sequence holds and moves, and the time and size of steps.
 
 Pure arithmetic, for routers and workers. The KV cache follows from the block tables of the model. A
 table has the tokens of one window; all its blocks have the bytes of every other table's blocks, so
@@ -27,6 +27,12 @@ A single stall, such as a first compilation, must not redirect requests for long
 _OUTLIER: Final = 4.0
 _SPREAD: Final = 0.1
 """Amounts that differ by less than this share of their mean tell little about the unit cost."""
+
+GROWTH_TOKENS: Final = 256
+"""Generated tokens that are counted in advance for each sequence.
+
+Most completions are not longer.
+"""
 
 
 class TableCost(NamedTuple):
@@ -124,6 +130,15 @@ NEUTRAL_COST: Final = KvCost(1, (TableCost(1, _DEFAULT_TOKEN_BYTES),))
 """The costs on an unknown worker: of a model without windows and states."""
 
 
+def mixed_chunk(most: int, num_sequences: int) -> int:
+    """Returns the prompt tokens, at most `most`, that a step computes beside decodes.
+
+    `num_sequences` are the worker's sequences, running and waiting. With few sequences the result
+    is about a third of `most`, because their steps are short.
+    """
+    return min(most, -(-most // 3) + num_sequences)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
     """Predicts the seconds of work as `fixed` plus `each` for every unit of its amount."""
@@ -142,13 +157,27 @@ class LinearCost:
         return math.inf if left >= 0 else -math.inf
 
 
-class LinearFit:
-    """Fits a LinearCost to (amount, seconds) by least squares; later observations weigh more.
+def fit_line(
+    amount: float, seconds: float, variance: float, covariance: float, prior: LinearCost
+) -> LinearCost:
+    """Returns the line through observed work by least squares.
 
+    `amount` and `seconds` are the means of the observations, `variance` is the one of the amounts.
     If the amounts differ too little to separate the slope from the fixed part, the slope is pulled
-    towards the slope of a prior, scaled to the observed speed. So prompts of one length also yield
+    towards the slope of `prior`, scaled to the observed speed. So prompts of one length also yield
     a time per token. Neither part is ever negative.
     """
+    pull = (_SPREAD * amount) ** 2
+    if not pull:  # the amounts are 0, or too small to be squared
+        return LinearCost(fixed=seconds, each=prior.each)
+    expected = prior.seconds(amount)
+    likely = prior.each * seconds / expected if expected else 0.0
+    each = min(max((covariance + pull * likely) / (variance + pull), 0.0), seconds / amount)
+    return LinearCost(fixed=seconds - each * amount, each=each)
+
+
+class LinearFit:
+    """Fits a line to observed work, see `fit_line`; later observations weigh more."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -176,12 +205,6 @@ class LinearFit:
             return prior
         amount = self._amount / self._weight
         seconds = self._seconds / self._weight
-        pull = (_SPREAD * amount) ** 2
-        if not pull:  # the amounts are 0, or too small to be squared
-            return LinearCost(fixed=seconds, each=prior.each)
         variance = max(self._square / self._weight - amount * amount, 0.0)
         covariance = self._product / self._weight - amount * seconds
-        expected = prior.seconds(amount)
-        likely = prior.each * seconds / expected if expected else 0.0
-        each = min(max((covariance + pull * likely) / (variance + pull), 0.0), seconds / amount)
-        return LinearCost(fixed=seconds - each * amount, each=each)
+        return fit_line(amount, seconds, variance, covariance, prior)

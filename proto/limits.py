@@ -1,6 +1,8 @@
-"""Defines the bounds on a caller's input that are not bounds of one request parameter.
+"""Defines the bounds on a caller's input, and the service's own bounds.
 
-The bounds of request parameters are in parameters.py.
+The bounds of single request parameters are in parameters.py. The service's own bounds are those of
+connections (MAX_CONNECTIONS), of messages between its processes (MAX_INTERNAL_MESSAGE_BYTES), and
+of waits (STALL_SECONDS, KEEPALIVE_SECONDS, PREFIX_FETCH_SECONDS).
 """
 
 from collections.abc import Mapping
@@ -165,18 +167,8 @@ KEEPALIVE_SECONDS: Final = 10.0
 Half of the time after which an agent warns its user (20 s); nginx closes a connection after 60 s.
 """
 
-
 PREFIX_FETCH_SECONDS: Final = 5.0
 """Time in which a worker must have fetched a cached prefix from another one; then it gives up.
 
 Routers do not let workers fetch prefixes that are predicted to take longer.
 """
-
-
-def mixed_chunk(most: int, num_sequences: int) -> int:
-    """Returns the prompt tokens, at most `most`, that a step computes beside decodes.
-
-    `num_sequences` are the worker's sequences, running and waiting. With few sequences the result
-    is about a third of `most`, because their steps are short.
-    """
-    return min(most, -(-most // 3) + num_sequences)

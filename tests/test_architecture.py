@@ -172,7 +172,8 @@ ARROWS: dict[str, set[str]] = {
         "cluster.eval": ("cluster.text_files", "router.client"),
         "cluster.bench": ("cluster: tables text_files traces", "router.client"),
         "cluster.sim": (
-            "cluster: bench config local.session scaling scaling.config serve.members traces",
+            "cluster: bench config local.session scaling scaling.config serve.members serve.views",
+            "cluster.traces",
             "router: dispatch request scheduling telemetry",
             "workers: engine kv_cache serve tp transfer",
         ),
@@ -187,6 +188,7 @@ ARROWS: dict[str, set[str]] = {
             "cluster.serve.storage",
             "router: adapters dispatch storage",
         ),
+        "cluster.serve.views": ("cluster: config serve.members", "router.api"),
         "cluster.serve.telemetry": (
             "cluster.traces",
             "router: api api.server dispatch scheduling slo telemetry",
@@ -198,7 +200,7 @@ ARROWS: dict[str, set[str]] = {
         "cluster.serve": (
             "cluster: arithmetic certificate config local nodes scaling scaling.config",
             "cluster.serve.members",
-            "cluster: serve.storage serve.telemetry store text_files",
+            "cluster: serve.storage serve.telemetry serve.views store text_files",
             "router: *",
             "workers: *",
         ),

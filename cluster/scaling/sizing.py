@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-_SPREAD: Final = 0.1
-"""The spread of the numbers of sequences, as part of their mean, that shows the cost of one."""
+from ...proto.costs import LinearCost, fit_line
+
+_PROPORTIONAL: Final = LinearCost(fixed=0.0, each=1.0)
+"""The cost of a step if the numbers of sequences do not tell the cost of one: all for them."""
 
 _TOLERANCE: Final = 0.1
 """The accepted shortage of workers, as in Kubernetes.
@@ -99,14 +101,8 @@ def sequences_within(
     seconds = sum(taken for _, taken in steps) / len(steps)
     variance = sum((number - amount) ** 2 for number, _ in steps) / len(steps)
     covariance = sum((number - amount) * (taken - seconds) for number, taken in steps) / len(steps)
-    pull = (_SPREAD * amount) ** 2
-    each = min(
-        max((covariance + pull * seconds / amount) / (variance + pull), 0.0), seconds / amount
-    )
-    fixed = seconds - each * amount
-    if each * max_sequences + fixed <= tpot_seconds:
-        return max_sequences
-    return max((tpot_seconds - fixed) / each, 1.0) if each > 0 else 1.0
+    line = fit_line(amount, seconds, variance, covariance, _PROPORTIONAL)
+    return min(max(line.amount(tpot_seconds), 1.0), max_sequences)
 
 
 def bounded(workers: float, current: int, fewest: int, most: int) -> int:

@@ -35,12 +35,13 @@ from ..store.adapters import configured_adapters
 from ..store.store import ensure_tokenizer
 from .directory import DirectoryClient
 from .environment import raise_open_files
-from .members import HEARTBEAT_SECONDS, Continuity, DirectoryWatcher, Members, RouterInfo
+from .members import HEARTBEAT_SECONDS, Continuity, RouterInfo
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .status import SWITCH_SECONDS, WorkerStatuses, describe_routers, drain_workers
 from .storage.remote import RemoteStorage
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, keep_reporting
+from .views.member_view import DirectoryWatcher, Members
 
 if TYPE_CHECKING:
     from ...workers.serve.worker import Worker

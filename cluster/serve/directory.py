@@ -26,7 +26,8 @@ from ...router.storage.config import StorageConfig
 from ...workers.host.threads import in_thread
 from ..scaling.config import RoleScaling
 from ..scaling.roles import REPORTS_PER_WINDOW
-from .members import EXPIRY_SECONDS, Changes, Directory, DirectoryWatcher, RouterInfo
+from .members import EXPIRY_SECONDS, Changes, Directory, RouterInfo
+from .views.member_view import DirectoryWatcher
 
 log = logging.getLogger(__name__)
 

@@ -47,13 +47,13 @@ from ..scaling.reports import router_report
 from ..store.adapters import configured_adapters, named_adapter
 from ..store.generation_defaults import generation_defaults
 from ..store.pooling import pooling_rules
-from .context_limit import ContextLimit
 from .ports import bind_api_servers, bind_ops_server, port_of
 from .status import load_on_workers
 from .storage.runner import BatchRunner
 from .storage.usage import UsageReporter
 from .telemetry.monitor import RouterMonitor, open_spans
 from .telemetry.trace_file import TraceRecorder
+from .views.context_limit import ContextLimit
 
 _COMPRESSION: Final = {
     "none": grpc.Compression.NoCompression,

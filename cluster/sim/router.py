@@ -16,7 +16,8 @@ from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
 from ..bench.metrics import RequestFailed, RequestRecord
 from ..scaling.reports import router_report
-from ..serve.members import EXPIRY_SECONDS, Directory, DirectoryWatcher, RouterInfo
+from ..serve.members import EXPIRY_SECONDS, Directory, RouterInfo
+from ..serve.views.member_view import DirectoryWatcher
 from .cost import ServiceCosts
 from .fabric import Fabric, RouterTime
 from .result import SimulatedRequest

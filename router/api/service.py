@@ -13,6 +13,7 @@ from traceback import extract_tb
 from typing import Final
 
 from ...proto import inference_pb2, limits
+from ...proto.costs import GROWTH_TOKENS
 from ...proto.errors import (
     DeadlineExceeded,
     InternalError,
@@ -36,7 +37,7 @@ from ..request import TokenSource
 from ..resume.policy import ResumePolicy
 from ..resume.tokens import ResumeKey
 from ..scheduling.admission import Admission
-from ..scheduling.capacity import GROWTH_TOKENS, Capacity
+from ..scheduling.capacity import Capacity
 from ..slo import SloOutcome, find_slo, first_token_due
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage

@@ -6,16 +6,10 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
-from ...proto.costs import NEUTRAL_COST, KvCost
+from ...proto.costs import GROWTH_TOKENS, NEUTRAL_COST, KvCost
 from ..request import TokenRequest
 
 UNBOUNDED: Final = 1 << 40
-
-GROWTH_TOKENS: Final = 256
-"""Generated tokens that are counted in advance for each sequence.
-
-Most completions are not longer.
-"""
 
 
 class Capacity(NamedTuple):

@@ -16,8 +16,8 @@ from functools import partial
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from ...proto.costs import NEUTRAL_COST, KvCost, LinearCost
-from ...proto.limits import PREFIX_FETCH_SECONDS, mixed_chunk
+from ...proto.costs import NEUTRAL_COST, KvCost, LinearCost, mixed_chunk
+from ...proto.limits import PREFIX_FETCH_SECONDS
 from .capacity import Capacity
 from .ranking import NEAR
 

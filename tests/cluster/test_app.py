@@ -19,8 +19,9 @@ from tandem.cluster.config import PoolRole, TandemConfig, load_config
 from tandem.cluster.local.worker import worker_config
 from tandem.cluster.serve import app, launch
 from tandem.cluster.serve.directory import DirectoryClient
-from tandem.cluster.serve.members import Continuity, Directory, Members
+from tandem.cluster.serve.members import Continuity, Directory
 from tandem.cluster.serve.status import WorkerStatuses
+from tandem.cluster.serve.views.member_view import Members
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.router.auth.authenticator import Authenticator

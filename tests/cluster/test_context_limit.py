@@ -3,7 +3,7 @@
 import pytest
 
 from tandem.cluster.config import load_config
-from tandem.cluster.serve.context_limit import ContextLimit
+from tandem.cluster.serve.views.context_limit import ContextLimit
 from tandem.proto import worker_pb2
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel

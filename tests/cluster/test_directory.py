@@ -18,11 +18,12 @@ from tandem.cluster.serve.directory import DirectoryClient
 from tandem.cluster.serve.members import (
     NOTHING,
     Changes,
+    Continuity,
     Directory,
-    DirectoryWatcher,
     RouterInfo,
     Version,
 )
+from tandem.cluster.serve.views.member_view import DirectoryWatcher
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.router.adapters import AdapterRegistry
@@ -474,3 +475,9 @@ async def test_what_a_failed_poll_could_not_share_is_in_the_next_one() -> None:
     client.fails = ""
     await client.watch(watcher, me, blocked_prompts, AdapterRegistry())
     assert (await directory.changes()).blocked
+
+
+@pytest.mark.parametrize("kind", [Changes, Continuity, Directory, RouterInfo, Version])
+def test_another_release_finds_the_classes_that_ray_passes_to_it(kind: type) -> None:
+    assert (kind.__module__, kind.__qualname__) == (members.__name__, kind.__name__)
+    assert members.__name__ == "tandem.cluster.serve.members"

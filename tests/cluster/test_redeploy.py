@@ -17,8 +17,9 @@ import pytest
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.serve import identity_file, launch, redeploy
 from tandem.cluster.serve.identity_file import kept_salt
-from tandem.cluster.serve.members import Continuity, Members, RouterInfo
+from tandem.cluster.serve.members import Continuity, RouterInfo
 from tandem.cluster.serve.status import following
+from tandem.cluster.serve.views.member_view import Members
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.peers import IDENTITY

@@ -7,7 +7,8 @@ import asyncio
 import psutil
 import pytest
 
-from tandem.cluster.serve.members import Directory, DirectoryWatcher, RouterInfo
+from tandem.cluster.serve.members import Directory, RouterInfo
+from tandem.cluster.serve.views.member_view import DirectoryWatcher
 from tandem.proto.errors import InternalError
 from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts

@@ -1,11 +1,11 @@
-"""Tests what the KV cache of a sequence costs: blocks and bytes."""
+"""Tests the blocks and bytes of a sequence's KV cache, and the line through the times of work."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
-from tandem.proto.costs import NEUTRAL_COST, KvCost, TableCost
+from tandem.proto.costs import NEUTRAL_COST, KvCost, LinearCost, TableCost, fit_line
 
 LAYER_BYTES = 4 * 256 * 2 * 2  # of a token of Gemma 3 4B: keys and values of 4 heads in bfloat16
 GEMMA = KvCost(16, (TableCost(96, 5 * LAYER_BYTES), TableCost(16, 29 * LAYER_BYTES, 1024)))
@@ -73,3 +73,29 @@ def test_a_worker_describes_its_tables() -> None:
 
 def test_an_unknown_worker_has_one_table() -> None:
     assert KvCost.of(worker_pb2.WorkerInfo()) == NEUTRAL_COST
+
+
+SECONDS = st.floats(0, 10)
+
+
+@given(
+    amount=st.floats(1, 1e4),
+    seconds=SECONDS,
+    variance=st.floats(0, 1e6),
+    covariance=st.floats(-1e3, 1e3),
+    prior=st.builds(LinearCost, fixed=SECONDS, each=SECONDS),
+)
+def test_a_line_meets_the_means_and_has_no_negative_part(
+    amount: float, seconds: float, variance: float, covariance: float, prior: LinearCost
+) -> None:
+    line = fit_line(amount, seconds, variance, covariance, prior)
+    assert line.each >= 0
+    assert line.fixed >= -1e-9
+    assert line.seconds(amount) == pytest.approx(seconds, abs=1e-9)
+
+
+def test_a_line_follows_amounts_that_differ_and_the_prior_if_they_do_not() -> None:
+    prior = LinearCost(fixed=0.0, each=1.0)
+    # Through 0.010 + 0.001 * amount at 0 and at 20.
+    assert fit_line(10, 0.020, 100, 0.1, prior).each == pytest.approx(0.001, rel=0.02)
+    assert fit_line(10, 0.020, 0, 0, prior).each == pytest.approx(0.002)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.serve.members import Directory, DirectoryWatcher, RouterInfo
+from tandem.cluster.serve.members import Directory, RouterInfo
+from tandem.cluster.serve.views.member_view import DirectoryWatcher
 from tandem.proto.errors import InvalidArgument, NotFound, Overloaded, PermissionDenied, TandemError
 from tandem.proto.hashing import adapter_salt, hash_chain
 from tandem.router import adapters

@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Final
 
 from tandem.cluster.serve.directory import DirectoryClient
-from tandem.cluster.serve.members import HEARTBEAT_SECONDS, DirectoryWatcher, RouterInfo
+from tandem.cluster.serve.members import HEARTBEAT_SECONDS, RouterInfo
+from tandem.cluster.serve.views.member_view import DirectoryWatcher
 from tandem.proto import worker_pb2
 from tandem.router.adapters import AdapterRegistry
 from tandem.router.dispatch.blocked_prompts import BlockedPrompts

@@ -81,7 +81,8 @@ def test_cache_changes_go_to_idle_sessions_with_the_next_report() -> None:
         load = worker_pb2.WorkerLoad(version=1)
         session = RouterSession(load_version=1)
         reports = LoadReports(lambda: load, {session})
-        session.start_cache_reports([b"a"])
+        session.change_cache([b"a"], [])
+        session.wake()
         first = await session.take()
         assert first is not None
         assert list(first.stored_blocks) == [b"a"]

@@ -13,6 +13,7 @@ from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import SampledLogprobs
 from tandem.workers.engine.sequence import FinishReason
 from tandem.workers.serve import session as session_module
+from tandem.workers.serve.cache_reports import CacheReports
 from tandem.workers.serve.session import RouterSession
 
 
@@ -81,23 +82,31 @@ async def test_close_wakes_a_waiting_take() -> None:
 # ----------------------------------------------------------------------------------------------
 
 
-async def test_changes_before_the_first_cache_report_are_in_it() -> None:
-    session = RouterSession()
-    session.change_cache([b"early"], [])
-    assert await queued(session) is None
-    session.start_cache_reports([b"a", b"b"])
-    session.change_cache([b"c"], [b"a"])
+async def test_a_new_session_gets_the_whole_cache_and_then_the_changes() -> None:
+    reports, session = CacheReports(), RouterSession()
+    reports.change("memory", [b"a", b"b"], [])
+    reports.change("disk", [b"b", b"d"], [])
+    reports.add(session)
+    reports.change("memory", [b"c"], [b"a"])
     cache = await taken(session)
-    assert (list(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"b", b"c"], [])
-    session.change_cache([b"a"], [b"b"])
+    assert (sorted(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"b", b"c", b"d"], [])
+    reports.change("memory", [b"a"], [b"c"])
     session.wake()
     cache = await taken(session)
-    assert (list(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"a"], [b"b"])
+    assert (list(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"a"], [b"c"])
+
+
+async def test_a_new_session_does_not_wake_for_an_empty_cache() -> None:
+    reports, session = CacheReports(), RouterSession()
+    reports.add(session)
+    assert await queued(session) is None
+    assert reports.sessions == {session}
 
 
 async def test_a_change_that_is_undone_before_it_was_sent_is_not_sent() -> None:
     session = RouterSession()
-    session.start_cache_reports([b"old"])
+    session.change_cache([b"old"], [])
+    session.wake()
     await taken(session)
     session.change_cache([b"new"], [b"old"])
     session.change_cache([b"old"], [b"new"])
@@ -107,7 +116,7 @@ async def test_a_change_that_is_undone_before_it_was_sent_is_not_sent() -> None:
 async def test_a_large_cache_comes_in_pieces_and_each_block_once() -> None:
     session = RouterSession()
     hashes = [number.to_bytes(16, "big") for number in range(2 * 16_384 + 1)]
-    session.start_cache_reports(hashes)
+    session.change_cache(hashes, [])
     session.put(("a", 1), kv_received=worker_pb2.KvReceived())
     messages = [await taken(session) for _ in range(3)]
     assert [len(message.stored_blocks) for message in messages] == [16_384, 16_384, 1]
@@ -131,8 +140,6 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
         evicted = chance.sample(sorted(cached), chance.randrange(len(cached) + 1))
         cached = cached - set(evicted) | set(stored)
         session.change_cache(stored, evicted)
-        if turn == 5:
-            session.start_cache_reports(cached)
         if session.is_stale(session.load_version):
             session.wake()
         while chance.random() < 0.5 or turn == 1000:

@@ -4,6 +4,7 @@ Knows block numbers and hashes. Knows nothing of tensors, tokens or sequences.
 """
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -38,9 +39,9 @@ class BlockState(enum.Enum):
 class BlockPool:
     """Keeps ref-counted blocks with a hash-chained prefix cache.
 
-    Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the
-    first verb must call the second. Not thread-safe except for `counts`: only the engine's thread
-    calls it.
+    Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease,
+    lease_copy/end_copy. The caller of the first verb must call the second. Not thread-safe except
+    for `counts`: only the engine's thread calls it.
 
     The cache evicts in the order of `EvictionOrder`. Evicted blocks move to `host` while it has
     room; the hashes in `host` belong to the cache.
@@ -55,6 +56,8 @@ class BlockPool:
         self._owners = [0] * num_blocks
         self._leases = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        # Leases of blocks that are being copied elsewhere, see `lease_copy`.
+        self.copied = Counter[int]()
         self._order = EvictionOrder(self.retained)  # of the hashes of cached blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -162,6 +165,17 @@ class BlockPool:
                 raise RuntimeError(f"block {block} has no lease")
             self._leases[block] -= 1
             self._settle(block)
+
+    def lease_copy(self, blocks: Sequence[int]) -> None:
+        """Leases blocks that `match` found, for a copy elsewhere."""
+        self.share(blocks)
+        self.lease(blocks)
+        self.copied.update(blocks)
+
+    def end_copy(self, blocks: Sequence[int]) -> None:
+        """Ends the leases that `lease_copy` began."""
+        self.unlease(blocks)
+        self.copied -= Counter(blocks)
 
     def publish(self, block: int, digest: bytes) -> None:
         """Lets `match` find an owned, fully computed block; the first block of a hash wins."""

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ...proto.limits import mixed_chunk
+from ...proto.costs import GROWTH_TOKENS, mixed_chunk
 from ..kv_cache.tables import TableSpec, alignment
 from ..step_cost import StepCost
 from .block_table import TableLimits, least_blocks
@@ -99,7 +99,7 @@ class Budgets:
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
     # Admission reserves blocks for this number of generated tokens; later blocks come one by one.
-    growth_tokens: int = 256
+    growth_tokens: int = GROWTH_TOKENS
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
 

@@ -222,8 +222,8 @@ class Engine:
         self.requests.unlease_prefix(lease)
 
     def unlease_cached(self, blocks: list[int]) -> None:
-        """Ends leases that `lease_cached` or `lease_prefix` began."""
-        self.requests.unlease_cached(blocks)
+        """Ends leases that `lease_cached` began."""
+        self.requests.pool.end_copy(blocks)
 
     def take_role(self, budgets: Budgets, share: CpuShare) -> None:
         """Runs later steps within `budgets` and with `share`; running sequences go on.

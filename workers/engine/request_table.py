@@ -5,7 +5,6 @@ scheduling decision. One file because the counts of sequences, blocks and leases
 """
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from itertools import islice
@@ -50,8 +49,6 @@ class RequestTable:
         # Sequences in IMPORTING or RUNNING; one that will fork counts for all its branches.
         self.num_holding = 0
         self.num_leased = 0
-        # Leases of blocks that are being copied elsewhere, see `lease_cached`.
-        self.copied = Counter[int]()
         self.num_draft_tokens = 0  # since the start
         self.num_accepted_tokens = 0  # since the start
         self.num_loaded_tokens = 0  # since the start
@@ -332,7 +329,7 @@ class RequestTable:
     def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
         """Leases the cached blocks among `digests`; see `Engine.lease_cached`."""
         found = [(block, digest) for digest in digests for block in self.pool.match([digest])]
-        self._lease_copied([block for block, _ in found])
+        self.pool.lease_copy([block for block, _ in found])
         return found
 
     def lease_prefix(self, chain: Items[bytes]) -> LeasedPrefix:
@@ -350,26 +347,15 @@ class RequestTable:
         slots = [] if state is None else [state]
         if not (_leaves_half(self.pool, lease.blocks) and _leaves_half(self.states.pool, slots)):
             return LeasedPrefix()
-        self._lease_copied(lease.blocks)
-        if state is not None:
-            self.states.lease_copied(state)
+        self.pool.lease_copy(lease.blocks)
+        self.states.pool.lease_copy(slots)
         return lease
 
     def unlease_prefix(self, lease: LeasedPrefix) -> None:
         """Ends the leases that `lease_prefix` began."""
-        self.unlease_cached(lease.blocks)
+        self.pool.end_copy(lease.blocks)
         if lease.state is not None:
-            self.states.unlease_copied(lease.state)
-
-    def _lease_copied(self, blocks: list[int]) -> None:
-        self.pool.share(blocks)
-        self.pool.lease(blocks)
-        self.copied.update(blocks)
-
-    def unlease_cached(self, blocks: list[int]) -> None:
-        """Ends leases that `lease_cached` or `lease_prefix` began."""
-        self.pool.unlease(blocks)
-        self.copied -= Counter(blocks)
+            self.states.pool.end_copy([lease.state])
 
     def take_unloaded(self) -> tuple[int, ...]:
         """Returns the adapters to unload that no sequence uses any more."""
@@ -537,9 +523,9 @@ class RequestTable:
         everyone = list(self.sequences.values())
         leased = [sequence.state is State.LEASED for sequence in everyone]
         blocks = [(each.held_blocks, each.reserved_blocks) for each in everyone]
-        _check_pool(self.pool, list(zip(leased, blocks, strict=True)), self.copied)
+        _check_pool(self.pool, list(zip(leased, blocks, strict=True)))
         slots = [(each.slots.held, each.slots.reserved) for each in everyone]
-        _check_pool(self.states.pool, list(zip(leased, slots, strict=True)), self.states.copied)
+        _check_pool(self.states.pool, list(zip(leased, slots, strict=True)))
         states = [
             sequence.state
             for sequence in self.sequences.values()
@@ -572,9 +558,7 @@ def _leaves_half(pool: BlockPool, leased: list[int]) -> bool:
 
 
 def _check_pool(
-    pool: BlockPool,
-    sequences: Items[tuple[bool, tuple[list[int], list[int]]]],
-    copied: Counter[int],
+    pool: BlockPool, sequences: Items[tuple[bool, tuple[list[int], list[int]]]]
 ) -> None:
     """Raises RuntimeError unless a pool's counts are those of its holders.
 
@@ -589,7 +573,7 @@ def _check_pool(
         counts = num_leases if is_leased else num_owners
         for block in held:
             counts[block] += 1
-    for block, num_copied in copied.items():
+    for block, num_copied in pool.copied.items():
         num_leases[block] += num_copied
     for block, (owners, leases) in enumerate(zip(num_owners, num_leases, strict=True)):
         if (owners, leases) != pool.holders(block):

@@ -5,8 +5,6 @@ has two: the current one, and one for its next step. A worker whose model keeps 
 and the methods do nothing.
 """
 
-from collections import Counter
-
 from .block_pool import BlockPool, BlockState
 from .block_table import NUM_STATES
 from .config import EngineConfig
@@ -21,8 +19,6 @@ class SequenceStates:
     def __init__(self, config: EngineConfig, alignment: int) -> None:
         """Resume points are at multiples of `alignment`."""
         self.pool = BlockPool(config.num_states, config.num_host_states)
-        # Leases of slots that are being copied elsewhere, see `RequestTable.lease_prefix`.
-        self.copied = Counter[int]()
         self._config = config
         self._alignment = alignment
         # Slots that the steps of the next plan read, and the sequences that read them.
@@ -193,17 +189,6 @@ class SequenceStates:
             self.pool.release(sequence.slots.held)
             self.claim(sequence)
             self.prepare(sequence)
-
-    def lease_copied(self, slot: int) -> None:
-        """Leases a slot that is copied elsewhere."""
-        self.pool.share([slot])
-        self.pool.lease([slot])
-        self.copied[slot] += 1
-
-    def unlease_copied(self, slot: int) -> None:
-        """Ends the lease that `lease_copied` began."""
-        self.pool.unlease([slot])
-        self.copied -= Counter([slot])
 
     def unreserve(self, sequence: Sequence) -> None:
         """Returns the slots that a sequence has not used to the pool."""

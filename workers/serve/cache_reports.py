@@ -21,14 +21,18 @@ class CacheReports:
         on_evicted: Callable[[Sequence[bytes]], object] = lambda evicted: None,
     ) -> None:
         """Calls `on_stored` and `on_evicted` with hashes that enter and leave memory, in order."""
-        self.sessions: set[RouterSession] = set()  # call `start` for each
+        self.sessions: set[RouterSession] = set()  # `add` adds one
         self._on_stored = on_stored
         self._on_evicted = on_evicted
         self._hashes: dict[Tier, set[bytes]] = {"memory": set(), "disk": set()}
 
-    def start(self, session: RouterSession) -> None:
-        """Reports all hashes to a session; every later change is reported as well."""
-        session.start_cache_reports(set[bytes]().union(*self._hashes.values()))
+    def add(self, session: RouterSession) -> None:
+        """Reports all hashes to a session, and then every change until it leaves `sessions`."""
+        self.sessions.add(session)
+        hashes = set[bytes]().union(*self._hashes.values())
+        if hashes:
+            session.change_cache(hashes, ())
+            session.wake()
 
     def change(self, tier: Tier, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
         """Applies the changes of one tier and reports them."""

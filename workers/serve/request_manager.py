@@ -133,8 +133,7 @@ class RequestManager:
         first = worker_pb2.SessionResponse()
         self.load_reports.add_to(first, session)
         # Before the first await, so that no drain, stop or new role escapes the session.
-        self.reports.sessions.add(session)
-        self.reports.start(session)
+        self.reports.add(session)
         try:
             # Before any command is read. If the worker dies in its first step, the router knows
             # that it was alive.

@@ -55,7 +55,6 @@ class RouterSession:
     # later outputs, which wait for it.
     _unfinished: dict[RequestKey, list[worker_pb2.Output]] = field(default_factory=dict)
     _has_large: bool = False  # a queued output has log probabilities of a prompt
-    _reports_cache: bool = False
     # By block hash: True if it was stored, False if it was evicted.
     _changes: dict[bytes, bool] = field(default_factory=dict)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -126,24 +125,12 @@ class RouterSession:
             self._outputs += self._unfinished.pop(key)
             self._ready.set()
 
-    def start_cache_reports(self, hashes: Iterable[bytes]) -> None:
-        """Queues the hashes of the whole prefix cache; later reports are relative to them."""
-        self._reports_cache = True
-        self.change_cache(hashes, ())
-        if self._changes:
-            self.wake()
-
     def is_stale(self, load_version: int) -> bool:
         """Returns True if the session has not sent this load or a change of the prefix cache."""
         return bool(self._changes) or self.load_version != load_version
 
     def change_cache(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Queues hashes that entered and left the prefix cache, for the next message.
-
-        Does nothing before `start_cache_reports`.
-        """
-        if not self._reports_cache:
-            return
+        """Queues hashes that entered and left the prefix cache, for the next message."""
         for digest in stored:
             self._change(digest, is_stored=True)
         for digest in evicted:

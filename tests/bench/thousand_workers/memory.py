@@ -12,7 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Final
 
-from tandem.cluster.serve.members import Directory, DirectoryWatcher, RouterInfo
+from tandem.cluster.serve.members import Directory, RouterInfo
+from tandem.cluster.serve.views.member_view import DirectoryWatcher
 from tandem.proto import worker_pb2
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.bench.thousand_workers.sessions import Reports, make_info, resident_bytes

@@ -107,7 +107,8 @@ class _Worker:
     async def _change(self) -> None:
         first = self._changes.first()
         self._load = first.load
-        self._session.start_cache_reports(first.stored_blocks)
+        self._session.change_cache(first.stored_blocks, ())
+        self._session.wake()
         await asyncio.sleep(random.uniform(0, _CHANGE_SECONDS))
         while True:
             changes = self._changes.next()

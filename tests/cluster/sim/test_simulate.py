@@ -11,8 +11,7 @@ from tandem.cluster.sim.cost import StepCosts, StepWork
 from tandem.cluster.sim.result import SimulationResult
 from tandem.cluster.sim.service import Fault
 from tandem.cluster.sim.simulate import simulate
-from tandem.proto.costs import TableCost
-from tandem.proto.limits import mixed_chunk
+from tandem.proto.costs import TableCost, mixed_chunk
 from tandem.tests.cluster.sim.services import (
     COSTS,
     STEP,
@@ -188,7 +187,6 @@ SCRIPT = """
 import sys
 from tandem.cluster.sim.service import Fault
 from tandem.cluster.sim.simulate import simulate
-from tandem.proto.limits import mixed_chunk
 from tandem.tests.cluster.sim.services import COSTS, service, traffic
 
 faults = (Fault(time=3.0, role="decode", restart_seconds=2.0),)

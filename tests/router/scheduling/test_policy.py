@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proto.costs import KvCost, LinearCost, TableCost
-from tandem.proto.limits import PREFIX_FETCH_SECONDS, mixed_chunk
+from tandem.proto.costs import KvCost, LinearCost, TableCost, mixed_chunk
+from tandem.proto.limits import PREFIX_FETCH_SECONDS
 from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.policy import (
     NEUTRAL_PREFILL,

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import Counter
 from itertools import takewhile
 
 import pytest
@@ -34,6 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.reserved: list[list[int]] = []
         self.owned: list[list[int]] = []
         self.leased: list[list[int]] = []
+        self.copied: list[list[int]] = []
         self.digest_of: dict[int, bytes] = {}
         self.cached: list[int] = []
         # (digest, tenant, end) of retained digests, the next to drop first.
@@ -45,7 +47,8 @@ class PoolMachine(RuleBasedStateMachine):
         return groups.pop(data.draw(st.integers(0, len(groups) - 1)))
 
     def held(self) -> set[int]:
-        return {block for group in self.reserved + self.owned + self.leased for block in group}
+        groups = self.reserved + self.owned + self.leased + self.copied
+        return {block for group in groups for block in group}
 
     def let_go(self, blocks: list[int]) -> None:
         """The model's view of a release: the last block becomes the oldest of those without an
@@ -120,6 +123,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.share(blocks)
         self.owned.append(blocks)
         self.cached = [block for block in self.cached if block not in blocks]
+
+    @rule(chain=st.lists(st.sampled_from(DIGESTS), max_size=4, unique=True))
+    def lease_copy(self, chain: list[bytes]) -> None:
+        blocks = self.pool.match(chain)
+        self.pool.lease_copy(blocks)
+        self.copied.append(blocks)
+        self.cached = [block for block in self.cached if block not in blocks]
+
+    @precondition(lambda self: self.copied)
+    @rule(data=st.data())
+    def end_copy(self, data: st.DataObject) -> None:
+        blocks = self.pick(data, self.copied)
+        self.pool.end_copy(blocks)
+        self.let_go(blocks)
 
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
@@ -196,7 +213,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert list(self.pool.retained) == [digest for digest, _, _ in self.retained]
         assert list(self.pool._order) == [self.digest_of[block] for block in self.cached]
         owned = {block for group in self.owned for block in group}
-        leased = {block for group in self.leased for block in group} - owned
+        leases = self.leased + self.copied
+        leased = {block for group in leases for block in group} - owned
+        assert self.pool.copied == Counter(block for group in self.copied for block in group)
         counts = {
             BlockState.OWNED: len(owned),
             BlockState.LEASED: len(leased),
@@ -210,7 +229,7 @@ class PoolMachine(RuleBasedStateMachine):
             owners = sum(group.count(block) for group in self.owned)
             assert self.pool.holders(block) == (
                 owners,
-                sum(group.count(block) for group in self.leased),
+                sum(group.count(block) for group in leases),
             )
 
 
@@ -274,7 +293,19 @@ def test_a_lease_outlives_its_sequence_and_a_sharer_outlives_the_lease() -> None
     assert pool.count(BlockState.CACHED) == 1
 
 
-@pytest.mark.parametrize("verb", ["unreserve", "claim", "share", "release", "lease", "unlease"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "unreserve",
+        "claim",
+        "share",
+        "release",
+        "lease",
+        "unlease",
+        "lease_copy",
+        "end_copy",
+    ],
+)
 def test_verbs_refuse_free_blocks(verb: str) -> None:
     pool = BlockPool(2)
     with pytest.raises(RuntimeError, match="block 0 is free"):

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from ...proto import worker_pb2
-from ...router.api.service import GenerationService
-from ..config import TandemConfig
+from ....proto import worker_pb2
+from ....router.api.service import GenerationService
+from ...config import TandemConfig
 
 log = logging.getLogger(__name__)
 

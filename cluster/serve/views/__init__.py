@@ -1,0 +1,1 @@
+"""A router's view of the workers: who they are, and how much context they hold."""
