@@ -304,9 +304,12 @@ def longest_context(config: ModelConfig) -> int:
 
 
 def _scaled_context(config: ModelConfig, rope: RopeConfig) -> int:
+    tokens: float = config.max_position_embeddings
     if rope.kind == "yarn":
-        return int(rope.original_max_position * rope.factor)
-    return int(config.max_position_embeddings * (rope.factor if rope.kind == "linear" else 1))
+        tokens = rope.original_max_position * rope.factor
+    elif rope.kind == "linear":
+        tokens *= rope.factor
+    return int(min(tokens, sys.maxsize))  # a factor may be so large that the product is infinite
 
 
 def check_context(config: ModelConfig, context_tokens: int) -> None:
@@ -374,7 +377,21 @@ def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
     except RecursionError as error:  # JSON may be nested more deeply than Python's calls
         raise CheckpointError("config.json: objects are nested too deeply") from error
     find_linear_method(config)
-    return config
+    return _without_idle_windows(config)
+
+
+def _without_idle_windows(config: ModelConfig) -> ModelConfig:
+    """Returns the config without windows that are at least as long as the longest context.
+
+    The context of a service does not count: workers that differ in it exchange KV cache, so their
+    layers must be equal.
+    """
+    longest = longest_context(config)
+    layers = tuple(
+        layer if layer.window is None or layer.window < longest else replace(layer, window=None)
+        for layer in config.layers
+    )
+    return replace(config, layers=layers)
 
 
 def _parse_text_model(fields: Fields, architecture: str) -> ModelConfig | None:
