@@ -315,9 +315,10 @@ def _scaled_context(config: ModelConfig, rope: RopeConfig) -> int:
 def check_context(config: ModelConfig, context_tokens: int) -> None:
     """Raises InvalidArgument for a context that is longer than the model's."""
     if context_tokens > (longest := longest_context(config)):
+        scaling = " and the scaling of rotary embeddings" if config.transformers is None else ""
         raise InvalidArgument(
             f"{context_tokens} is above the model's context of {longest} tokens "
-            "(max_position_embeddings and the scaling of rotary embeddings in config.json)",
+            f"(max_position_embeddings{scaling} in config.json)",
             "context_tokens",
         )
 

@@ -671,7 +671,9 @@ def test_a_context_beyond_the_models_is_refused_or_as_far_as_the_scaling_goes(fo
     assert Driver(runner).generate(1, ids, 8) == reference_greedy(reference(folder), ids, 8)
     with pytest.raises(InvalidArgument, match="257 is above the model's context of 256 tokens"):
         open_checkpoint(folder, context_tokens=257)
-    with pytest.raises(InvalidArgument, match="65 is above the model's context of 64 tokens"):
+    with pytest.raises(
+        InvalidArgument, match=r"65 is above .* of 64 tokens \(max_position_embeddings in config"
+    ):  # where YaRN does not raise it
         open_checkpoint(folder, "transformers", context_tokens=65)
 
 
