@@ -38,6 +38,7 @@ from .models.granite import (
     GraniteHybridForCausalLM,
     parse_granite_config,
     parse_granite_hybrid_config,
+    parse_minicpm_config,
 )
 from .models.lfm2 import Lfm2ForCausalLM, parse_lfm2_config, parse_lfm2_moe_config
 from .models.llama import LlamaForCausalLM, parse_llama_config
@@ -74,11 +75,14 @@ from .quant.unquantized import UnquantizedLinearMethod
 
 MODELS: Final[dict[str, ModelFamily]] = {
     "LlamaForCausalLM": ModelFamily(parse_llama_config, LlamaForCausalLM),
+    "AquilaForCausalLM": ModelFamily(parse_llama_config, LlamaForCausalLM),
     "MistralForCausalLM": ModelFamily(parse_mistral_config, LlamaForCausalLM),
     "Qwen2ForCausalLM": ModelFamily(parse_qwen2_config, LlamaForCausalLM),
+    "MiMoForCausalLM": ModelFamily(parse_qwen2_config, LlamaForCausalLM),
     "Qwen3ForCausalLM": ModelFamily(parse_qwen3_config, Qwen3ForCausalLM),
     "Olmo2ForCausalLM": ModelFamily(parse_olmo2_config, Olmo2ForCausalLM),
     "GraniteForCausalLM": ModelFamily(parse_granite_config, GraniteForCausalLM),
+    "MiniCPMForCausalLM": ModelFamily(parse_minicpm_config, GraniteForCausalLM),
     "Phi3ForCausalLM": ModelFamily(parse_phi3_config, Phi3ForCausalLM),
     "Gemma2ForCausalLM": ModelFamily(parse_gemma2_config, Gemma2ForCausalLM),
     "Gemma3ForCausalLM": ModelFamily(parse_gemma3_config, Gemma3ForCausalLM),
@@ -177,7 +181,9 @@ norm needs.
 
 `tests/workers/model/test_families.py` compares the logits and tokens of each family with those in
 transformers: for whole prompts and chunks, alone and in a batch, after a KV transfer, and split
-over ranks.
+over ranks. Aquila, MiMo and MiniCPM are not in transformers:
+`tests/workers/model/test_renamed_families.py` compares them with models of transformers that have
+the same code or, for MiniCPM, the same code without its factors.
 
 | architectures | family | file |
 |---|---|---|
