@@ -72,6 +72,7 @@ is refused, and the error names the weight. `--quantization` leaves the last two
 and refuses models with stacked experts.
 - LongRoPE uses its long factors for every prompt, if the model's context exceeds the original \
 context, as in vLLM. `context_tokens` does not change this.
+- YaRN does not raise the context: set `max_position_embeddings` to the longer one.
 
 Each decoder is tested with a tiny random model of its architecture:
 

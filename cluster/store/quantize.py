@@ -13,11 +13,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from ...proto.errors import InvalidArgument
 from ...proto.home import TOKENIZER_FILE, tokenizer_file
-from ...workers.model.config import CheckpointError
+from ...workers.model.config import CheckpointError, read_fields
 from ...workers.model.loader import linear_weights, open_checkpoint
 from . import pooling
 from .awq import round_by_awq
@@ -141,6 +141,12 @@ def check_roundable(
         raise CheckpointError(
             "config.json: only text models of Tandem's families, without quantization or experts, "
             "can be rounded"
+        )
+    kind = read_fields(folder).text("model_type", "")
+    if calibration is not None and kind not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"config.json: model_type: {kind!r:.60} is not known to transformers, which computes "
+            "the activations of the calibration text; use --method rtn"
         )
     names = linear_weights(config)
     num_bytes = sum(stored.end - stored.begin for stored in checkpoint.tensors.values())

@@ -38,6 +38,7 @@ from .models.granite import (
     GraniteHybridForCausalLM,
     parse_granite_config,
     parse_granite_hybrid_config,
+    parse_minicpm_config,
 )
 from .models.lfm2 import Lfm2ForCausalLM, parse_lfm2_config, parse_lfm2_moe_config
 from .models.llama import LlamaForCausalLM, parse_llama_config
@@ -74,11 +75,14 @@ from .quant.unquantized import UnquantizedLinearMethod
 
 MODELS: Final[dict[str, ModelFamily]] = {
     "LlamaForCausalLM": ModelFamily(parse_llama_config, LlamaForCausalLM),
+    "AquilaForCausalLM": ModelFamily(parse_llama_config, LlamaForCausalLM),
     "MistralForCausalLM": ModelFamily(parse_mistral_config, LlamaForCausalLM),
     "Qwen2ForCausalLM": ModelFamily(parse_qwen2_config, LlamaForCausalLM),
+    "MiMoForCausalLM": ModelFamily(parse_qwen2_config, LlamaForCausalLM),
     "Qwen3ForCausalLM": ModelFamily(parse_qwen3_config, Qwen3ForCausalLM),
     "Olmo2ForCausalLM": ModelFamily(parse_olmo2_config, Olmo2ForCausalLM),
     "GraniteForCausalLM": ModelFamily(parse_granite_config, GraniteForCausalLM),
+    "MiniCPMForCausalLM": ModelFamily(parse_minicpm_config, GraniteForCausalLM),
     "Phi3ForCausalLM": ModelFamily(parse_phi3_config, Phi3ForCausalLM),
     "Gemma2ForCausalLM": ModelFamily(parse_gemma2_config, Gemma2ForCausalLM),
     "Gemma3ForCausalLM": ModelFamily(parse_gemma3_config, Gemma3ForCausalLM),
@@ -177,7 +181,9 @@ norm needs.
 
 `tests/workers/model/test_families.py` compares the logits and tokens of each family with those in
 transformers: for whole prompts and chunks, alone and in a batch, after a KV transfer, and split
-over ranks.
+over ranks. Aquila, MiMo and MiniCPM are not in transformers:
+`tests/workers/model/test_renamed_families.py` compares them with models of transformers that have
+the same code or, for MiniCPM, the same code without its factors.
 
 | architectures | family | file |
 |---|---|---|
@@ -304,17 +310,21 @@ def longest_context(config: ModelConfig) -> int:
 
 
 def _scaled_context(config: ModelConfig, rope: RopeConfig) -> int:
+    tokens: float = config.max_position_embeddings
     if rope.kind == "yarn":
-        return int(rope.original_max_position * rope.factor)
-    return int(config.max_position_embeddings * (rope.factor if rope.kind == "linear" else 1))
+        tokens = rope.original_max_position * rope.factor
+    elif rope.kind == "linear":
+        tokens *= rope.factor
+    return int(min(tokens, sys.maxsize))  # a factor may be so large that the product is infinite
 
 
 def check_context(config: ModelConfig, context_tokens: int) -> None:
     """Raises InvalidArgument for a context that is longer than the model's."""
     if context_tokens > (longest := longest_context(config)):
+        scaling = " and the scaling of rotary embeddings" if config.transformers is None else ""
         raise InvalidArgument(
             f"{context_tokens} is above the model's context of {longest} tokens "
-            "(max_position_embeddings and the scaling of rotary embeddings in config.json)",
+            f"(max_position_embeddings{scaling} in config.json)",
             "context_tokens",
         )
 
@@ -374,7 +384,21 @@ def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
     except RecursionError as error:  # JSON may be nested more deeply than Python's calls
         raise CheckpointError("config.json: objects are nested too deeply") from error
     find_linear_method(config)
-    return config
+    return _without_idle_windows(config)
+
+
+def _without_idle_windows(config: ModelConfig) -> ModelConfig:
+    """Returns the config without windows that are at least as long as the longest context.
+
+    The context of a service does not count: workers that differ in it exchange KV cache, so their
+    layers must be equal.
+    """
+    longest = longest_context(config)
+    layers = tuple(
+        layer if layer.window is None or layer.window < longest else replace(layer, window=None)
+        for layer in config.layers
+    )
+    return replace(config, layers=layers)
 
 
 def _parse_text_model(fields: Fields, architecture: str) -> ModelConfig | None:

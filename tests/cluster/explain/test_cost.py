@@ -247,6 +247,28 @@ def test_gpt_oss_20b(form: dict[str, Any]) -> None:
             (16, 4),
             id="dbrx",
         ),
+        # Attention of 3 x 64 x 64, a router, a shared MLP and 4 experts of 3 x 32 x 64.
+        pytest.param(
+            {
+                "architectures": ["HunYuanMoEV1ForCausalLM"],
+                "model_type": "hunyuan_v1_moe",
+                "vocab_size": 500,
+                "hidden_size": 64,
+                "intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "num_experts": 4,
+                "moe_topk": [2, 3],
+                "max_position_embeddings": 2048,
+                "tie_word_embeddings": False,
+            },
+            2 * (12_288 + 4 * 64 + 5 * 6_144),
+            2 * 4 * 6_144,
+            (4, 3),
+            id="hunyuan",
+        ),
         # Attention of 4 x 64 x 64, an MLP of 2 x 64 x 256, under transformer.h.
         pytest.param(
             {

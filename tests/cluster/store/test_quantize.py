@@ -307,6 +307,21 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_p
         quantize_model(plain, out, scheme)
 
 
+def test_a_model_that_transformers_lacks_is_only_rounded_to_nearest(
+    plain: Path, tmp_path: Path
+) -> None:
+    """Otherwise transformers would ask whether to run the code in its folder."""
+    folder, out = tmp_path / "mimo", tmp_path / "out"
+    shutil.copytree(plain, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    own = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    (folder / "config.json").write_text(json.dumps(fields | own))
+    with pytest.raises(CheckpointError, match=r"model_type: 'mimo' .*; use --method rtn"):
+        quantize_model(folder, out, SCHEMES["int4"], TEXT)
+    quantize_model(folder, out, SCHEMES["int4"])
+    assert check_checkpoint(out).architecture == "MiMoForCausalLM"
+
+
 def test_chat_templates_and_the_pooling_in_folders_of_their_own_come_along(
     plain: Path, tmp_path: Path
 ) -> None:

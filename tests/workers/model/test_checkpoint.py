@@ -5,6 +5,7 @@ file and tensor.
 import json
 import math
 import mmap
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,10 @@ from tandem.tests.tiny import FAMILIES, TINY, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
 from tandem.workers.model import checkpoint, loader
 from tandem.workers.model.config import CheckpointError, RopeConfig
+from tandem.workers.model.footprint import check_disk, check_draft
 from tandem.workers.model.generic.context import read_context_tokens
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint, weight_shapes
-from tandem.workers.model.registry import load_model_config
+from tandem.workers.model.registry import load_model_config, longest_context
 from tandem.workers.model.sampling.grammar_cache import GrammarCache
 from tandem.workers.tp.rank import RankConfig, load_rank
 
@@ -525,6 +527,23 @@ def test_yarn_attention_factor_is_derived(folder: Path) -> None:
             },
             (7, None),
         ),
+        ("phi3", {"sliding_window": 2047}, (2047, 2047)),
+        ("phi3", {"sliding_window": 2048}, (None, None)),  # the context
+        *(
+            (
+                "mistral",
+                {
+                    "sliding_window": window,
+                    "rope_parameters": {
+                        "rope_type": "linear",
+                        "factor": 2.0,
+                        "rope_theta": 10_000.0,
+                    },
+                },
+                (kept, kept),
+            )
+            for window, kept in ((4095, 4095), (4096, None))
+        ),
     ],
 )
 def test_windows(
@@ -533,6 +552,31 @@ def test_windows(
     folder = make_tiny_model(tmp_path, family)
     set_config(**fields)(folder)
     assert tuple(layer.window for layer in load_model_config(folder).layers) == windows
+
+
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+def test_a_model_whose_window_is_its_context_has_no_window(tmp_path: Path, model_impl: str) -> None:
+    folder = make_tiny_model(tmp_path, "mistral", sliding_window=2048)
+    config = load_model_config(folder, model_impl)
+    assert {layer.window for layer in config.layers} == {None}
+    check_disk(config)
+    check_draft(config, config)
+    ids = prompt(20)
+    assert generate(folder, model_impl) == reference_greedy(reference(folder), ids, 8)
+
+
+def test_the_context_of_a_service_changes_no_window(tmp_path: Path) -> None:
+    """So workers with different contexts exchange KV cache."""
+    folder = make_tiny_model(tmp_path, "mistral")
+    whole, short = open_checkpoint(folder), open_checkpoint(folder, context_tokens=16)
+    assert [layer.window for layer in short.config.layers] == [24, 24]
+    assert short.fingerprint() == whole.fingerprint()
+
+
+def test_a_scaling_without_bounds_is_a_context_without_bounds(folder: Path) -> None:
+    """1e308 times the 2,048 positions is infinite."""
+    rope(rope_type="yarn", factor=1e308)(folder)
+    assert longest_context(load_model_config(folder)) == sys.maxsize
 
 
 def test_end_of_sequence_tokens(folder: Path) -> None:
@@ -627,7 +671,9 @@ def test_a_context_beyond_the_models_is_refused_or_as_far_as_the_scaling_goes(fo
     assert Driver(runner).generate(1, ids, 8) == reference_greedy(reference(folder), ids, 8)
     with pytest.raises(InvalidArgument, match="257 is above the model's context of 256 tokens"):
         open_checkpoint(folder, context_tokens=257)
-    with pytest.raises(InvalidArgument, match="65 is above the model's context of 64 tokens"):
+    with pytest.raises(
+        InvalidArgument, match=r"65 is above .* of 64 tokens \(max_position_embeddings in config"
+    ):  # where YaRN does not raise it
         open_checkpoint(folder, "transformers", context_tokens=65)
 
 

@@ -96,13 +96,16 @@ def _num_chosen(config: ModelConfig) -> int:
 def _find_integer(config: ModelConfig, names: Iterable[str]) -> int | None:
     """Returns the first of these fields of config.json that is an integer; None without any.
 
-    The fields of a multimodal model's text model, and of DBRX's experts, are nested.
+    Of a list of integers, such as one for each layer of Hunyuan-A13B, returns the largest. The
+    fields of a multimodal model's text model, and of DBRX's experts, are nested.
     """
     fields = config.transformers or {}
     for source in (fields, fields.get("text_config"), fields.get("ffn_config")):
         if not isinstance(source, Mapping):
             continue
         for name in names:
-            if isinstance(source.get(name), int):
-                return int(source[name])
+            value = source.get(name)
+            numbers = value if isinstance(value, list) else [value]
+            if numbers and all(isinstance(each, int) for each in numbers):
+                return int(max(numbers))
     return None

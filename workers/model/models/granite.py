@@ -1,9 +1,11 @@
-"""Granite 3, which is Llama with factors of activations, and Granite 4, its hybrid with Mamba 2.
+"""Granite 3 and MiniCPM, which are Llama with factors, and Granite 4, a hybrid with Mamba 2.
 
-The factors are of embeddings, attention scores, residuals and logits. Most layers of Granite 4 have
-a mixer in place of attention; some of its models have experts beside the MLP.
+The factors are of embeddings, residuals and logits and, in Granite, of attention scores. Most
+layers of Granite 4 have a mixer in place of attention; some of its models have experts beside the
+MLP.
 """
 
+import math
 from dataclasses import replace
 from typing import ClassVar, Final
 
@@ -100,6 +102,23 @@ def _with_factors(fields: Fields, config: ModelConfig) -> ModelConfig:
         attention_scale=fields.number("attention_multiplier", 1.0),
         residual_scale=fields.number("residual_multiplier", 1.0),
         logits_scale=1 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def parse_minicpm_config(fields: Fields) -> ModelConfig:
+    """Parses config.json of MiniCPM (arXiv 2404.06395), whose factors follow width and depth."""
+    if fields.integer("num_experts", 0, minimum=0):
+        raise fields.error("num_experts", "MiniCPM with experts is not supported")
+    if fields.has("sparse_config"):
+        raise fields.error(
+            "sparse_config", "sparse attention is not supported; remove it for dense attention"
+        )
+    config = parse_llama_config(fields.with_defaults({"tie_word_embeddings": True}))
+    return replace(
+        config,
+        embedding_scale=fields.number("scale_emb", 1.0),
+        residual_scale=fields.number("scale_depth", 1.0) / math.sqrt(len(config.layers)),
+        logits_scale=fields.number("dim_model_base", 1.0) / config.hidden_size,
     )
 
 

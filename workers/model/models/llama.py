@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971): the module tree that most other families modify."""
+"""Llama (arXiv 2302.13971) and Aquila: the module tree that most other families modify."""
 
 from collections.abc import Callable
 from typing import ClassVar, Final

@@ -1,7 +1,8 @@
-"""Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv 2505.09388).
+"""Qwen2 (arXiv 2407.10671), MiMo (arXiv 2505.07608) and Qwen3 (arXiv 2505.09388).
 
-Both are Llama's tree, with sliding windows in some layers. Qwen2 has biases of query, key and
-value. Qwen3 normalizes each query and key head before the rotation.
+They are Llama's tree, with sliding windows in some layers. Qwen2 has biases of query, key and
+value. MiMo is Qwen2; its further layers, which predict more than one token, are not read. Qwen3
+normalizes each query and key head before the rotation.
 """
 
 from typing import ClassVar
