@@ -2,24 +2,25 @@
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 _MAX_CHUNK: Final = 512  # entries
 
 
-class DueEntry(Hashable, Protocol):
-    """Describes an entry that waits."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class QueueEntry:
+    """Describes a waiting piece of work. Entries compare by identity."""
 
-    @property
-    def due(self) -> float: ...
+    tenant: str
+    priority: int
+    num_tokens: int  # its work, at least 1
+    due: float = 0.0  # a time that does not change while it waits
 
-    @property
-    def num_tokens(self) -> int: ...
 
-
-T = TypeVar("T", bound=DueEntry)
+T = TypeVar("T", bound=QueueEntry)
 
 _Key = tuple[float, float]  # due time, number of the arrival
 

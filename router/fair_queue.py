@@ -16,27 +16,15 @@ O(log n) in tenants; DueOrder states the cost in a tenant's entries. Knows nothi
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from itertools import count
 from typing import Final, Generic, TypeVar
 
-from .due_order import DueOrder
+from .due_order import DueOrder, QueueEntry
 
 _MAX_IDLE_TENANTS: Final = 4_096
 """Idle tenants of one priority whose tags are kept; beyond it, the smallest tags are forgotten."""
 
 _Backlog = tuple[int, str]  # priority, tenant
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class QueueEntry:
-    """One waiting piece of work. Entries compare by identity."""
-
-    tenant: str
-    priority: int
-    num_tokens: int  # its work, at least 1
-    due: float = 0.0  # a time that does not change while it waits
-
 
 T = TypeVar("T", bound=QueueEntry)
 K = TypeVar("K", bound=Hashable)

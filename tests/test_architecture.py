@@ -111,14 +111,14 @@ ARROWS: dict[str, set[str]] = {
         "router.telemetry": ("router.slo",),
         "router.watermark": ("router: auth fields",),
         "router.adapters": ("router: auth fields request",),
-        "router.scheduling": ("router: fair_queue request",),
+        "router.scheduling": ("router: due_order fair_queue request",),
         "router.dispatch": ("router: deadline request scheduling",),
         "router.frontend.chat_formats": (),
         "router.frontend.messages": ("router.frontend.chat_formats",),
         "router.frontend.schemas": (),
         "router.frontend": (
-            "router: auth fair_queue frontend.chat_formats frontend.messages frontend.schemas",
-            "router: pooling prompt_cache",
+            "router: auth due_order fair_queue frontend.chat_formats frontend.messages",
+            "router: frontend.schemas pooling prompt_cache",
             "router: request resume slo stopping telemetry turns watermark",
         ),
         "router.output": (

@@ -51,7 +51,6 @@ _Url = Annotated[
         "or the status page.",
     ),
 ]
-_Target = Annotated[str | None, typer.Option(hidden=True)]  # an older name of --url
 Model = Annotated[
     str | None, typer.Option(help="A model that the service serves; not needed if it serves one.")
 ]
@@ -118,7 +117,6 @@ def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., N
     """
     options = {
         "url": (_Url, url),
-        "target": (_Target, None),
         "api_key_file": (ApiKeyFile, None),
         "tls_ca": (TlsCa, None),
         "tls_certificate": (TlsCertificate, None),
@@ -135,7 +133,7 @@ def service_options(url: str) -> Callable[[Callable[..., None]], Callable[..., N
                 ca=given["tls_ca"], certificate=given["tls_certificate"], key=given["tls_key"]
             )
             service = ServiceAccess(
-                url=given["target"] or given["url"],
+                url=given["url"],
                 api_key=read_api_key(given["api_key_file"]),
                 tls=tls,
             )

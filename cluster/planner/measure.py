@@ -229,7 +229,7 @@ class _Measurement:
     async def _grid(
         self, child: MeasuredProcess, seconds: float, longest: int, every: int = 1
     ) -> list[StepSample]:
-        answer = await child.call(name="grid", seconds=seconds, context_tokens=longest, every=every)
+        answer = await child.measure(seconds=seconds, context_tokens=longest, every=every)
         return [StepSample.of_row(row) for row in answer["samples"]]
 
     async def _contention(

@@ -1,7 +1,8 @@
 """Runs the processes of a measurement: workers as they would serve.
 
 `python -m tandem.cluster.planner.process` reads a line of JSON from standard input, a ProcessSpec,
-and then one command in each line; it answers each with a line of JSON. It ends with its input.
+and then the arguments of one measurement in each line (`_measure`); it answers each with a line of
+JSON. It ends with its input.
 """
 
 import asyncio
@@ -9,9 +10,8 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
@@ -32,6 +32,7 @@ from ..local.ranks import end_process, local_ranks
 from ..local.worker import rank_threads, worker_config
 from ..sim.cost import LEAST_SAMPLES, StepSample
 from .grid import list_scenarios, measure_grid
+from .profile import ProfiledBudgets
 
 _HOST: Final = "127.0.0.1"
 
@@ -53,15 +54,15 @@ class ProcessSpec(BaseModel):
 
 
 class MeasuredProcess:
-    """Sends commands to a process of the measurement."""
+    """Has a process measure steps."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    async def call(self, **command: Any) -> Answer:
-        """Returns the answer to a command. Raises Unavailable if the process has ended."""
+    async def measure(self, **arguments: Any) -> Answer:
+        """Returns the answer of `_measure`. Raises Unavailable if the process has ended."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.write(json.dumps(arguments).encode() + b"\n")
         return await self.answer()
 
     async def answer(self) -> Answer:
@@ -119,9 +120,6 @@ async def _run_worker(spec: ProcessSpec) -> None:
         coordinator, rank = await TpCoordinator.load(own.rank, ranks)
         scope.push_async_callback(coordinator.close)
         _touch(rank)
-        commands = {
-            "grid": partial(_measure, own, rank),
-        }
         engine = rank.engine_config(own.budgets)
         first = {
             "threads": num_threads,
@@ -133,16 +131,12 @@ async def _run_worker(spec: ProcessSpec) -> None:
             "tables": table_costs(rank.kv.layout, rank.kv.tables),
             "overlap": engine.overlap,
             "budgets": {
-                name: getattr(engine.budgets, name)
-                for name in (
-                    "chunk_tokens",
-                    "mixed_chunk_tokens",
-                    "mixed_step_factor",
-                    "max_sequences",
-                )
+                name: getattr(engine.budgets, name) for name in ProfiledBudgets.model_fields
             },
         }
-        await _answer_commands(first, commands)
+        _write(first)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            _write(await _measure(own, rank, **json.loads(line)))
 
 
 def _touch(rank: Rank) -> None:
@@ -174,16 +168,6 @@ async def _measure(
 
     samples = await in_thread(measure, "tandem-engine")
     return {"samples": [each.as_row() for each in samples]}
-
-
-async def _answer_commands(
-    first: Answer, commands: Mapping[str, Callable[..., Awaitable[Answer]]]
-) -> None:
-    """Writes the first answer, then reads and answers commands until the end of the input."""
-    _write(first)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        command = json.loads(line)
-        _write(await commands[command.pop("name")](**command))
 
 
 def _write(answer: Answer) -> None:

@@ -137,19 +137,7 @@ class Planner:
         """Returns the knee of a split, and its result at the workload's rate."""
         return self._with_knee(self._at_given_rate(split), least=0.0)
 
-    def run(
-        self,
-        split: Split,
-        rate: float,
-        *,
-        lengths: float = 1.0,
-        step_time: float = 1.0,
-        change: Change | None = None,
-    ) -> RateResult:
-        """Returns the result of a run of these fields; see `result`."""
-        return self.result(PlannedRun(split, rate, lengths, step_time, change))
-
-    def result(self, planned: PlannedRun) -> RateResult:
+    def run(self, planned: PlannedRun) -> RateResult:
         """Simulates a run, or returns its result if that is still known.
 
         Raises InvalidArgument for a split that cannot be simulated, and for lengths that are not
@@ -169,7 +157,7 @@ class Planner:
         """Lets other processes begin with runs whose results are needed soon, in this order.
 
         They begin at the end, so that this process and they meet in the middle. Leaves out runs for
-        which `result` raises InvalidArgument.
+        which `run` raises InvalidArgument.
         """
         if not self._simulations.num_others:
             return
@@ -192,7 +180,7 @@ class Planner:
             num_devices=self.site.num_devices(split),
             bound=bound,
             knee=None,
-            at_rate=self.run(split, rate) if rate < bound else None,
+            at_rate=self.run(PlannedRun(split, rate)) if rate < bound else None,
         )
 
     def _with_knees(self, plans: Sequence[SplitPlan]) -> list[SplitPlan]:
@@ -248,7 +236,7 @@ class Planner:
         return replace(plan, knee=low)
 
     def _is_met(self, split: Split, rate: float) -> bool:
-        outcome = self.run(split, rate)
+        outcome = self.run(PlannedRun(split, rate))
         return not outcome.is_saturated and outcome.attainment >= self.objective.attainment
 
     def _complete(self, planned: PlannedRun) -> PlannedRun:

@@ -253,7 +253,7 @@ def _echo_faults(planner: Planner, plan: SplitPlan) -> None:
     disturbed = plan.at_rate
     if disturbed is None:
         return
-    undisturbed = planner.run(plan.split, disturbed.rate, change=unchanged)
+    undisturbed = planner.run(PlannedRun(plan.split, disturbed.rate, change=unchanged))
     end = disturbed.result.seconds
     num_faults = sum(each.end_before(end) < end for each in disturbed.result.workers)
     typer.echo(fault_line(plan.split, disturbed, undisturbed, num_faults))
@@ -265,7 +265,7 @@ def _autoscale(
     """Simulates the chosen workers as the maximum of autoscaled pools; prints the outcome."""
     tpot_ms = planner.objective.limits.get("tpot")
     change = chain(with_faults(rules, start_seconds), autoscaled(start_seconds, tpot_ms))
-    outcome = planner.run(chosen.split, planner.workload.rate, change=change)
+    outcome = planner.run(PlannedRun(chosen.split, planner.workload.rate, change=change))
     found = Autoscaling(
         outcome=outcome,
         mean_workers=mean_workers(outcome.result),
@@ -294,7 +294,7 @@ def _sensitivity(planner: Planner, chosen: SplitPlan) -> dict[str, RateResult]:
     found: dict[str, RateResult] = {}
     for name, planned in sorted(runs.items()):
         try:
-            found[name] = planner.result(planned)
+            found[name] = planner.run(planned)
         except InvalidArgument as error:
             typer.echo(f"without {name}: {error}", err=True)
     return found
@@ -313,8 +313,9 @@ def _curves(
     shown = [best] if other is None else [best, other]
     top = max(each.knee or 0.0 for each in shown) or best.bound
     rates = [top * (number + 1) / (_PLOTTED - 1) for number in range(_PLOTTED)]
-    planner.expect([PlannedRun(each.split, rate) for each in shown for rate in rates])
-    return {str(each.split): [planner.run(each.split, rate) for rate in rates] for each in shown}
+    runs = {str(each.split): [PlannedRun(each.split, rate) for rate in rates] for each in shown}
+    planner.expect([planned for listed in runs.values() for planned in listed])
+    return {name: [planner.run(planned) for planned in listed] for name, listed in runs.items()}
 
 
 def _write(path: Path, config: TandemConfig, plan: SplitPlan) -> None:

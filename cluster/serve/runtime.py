@@ -44,7 +44,7 @@ from ...workers.model.generic.context import read_context_tokens
 from ..arithmetic import ServedArithmetic
 from ..config import RouterConfig, TandemConfig, check_interface
 from ..scaling.reports import router_report
-from ..store.adapters import configured_adapters, named_adapter
+from ..store.adapters import named_adapter
 from ..store.generation_defaults import generation_defaults
 from ..store.pooling import pooling_rules
 from .ports import bind_api_servers, bind_ops_server, port_of
@@ -112,16 +112,16 @@ class RouterRuntime:
         *,
         identity: PeerIdentity,
         resume_key: bytes,
-        cache_secret: bytes | None = None,
-        num_routers: int = 1,
-        application: str = "",
-        workers: Collection[worker_pb2.WorkerInfo] = (),
-        replaced: Collection[tuple[str, str]] = (),
-        blocked_prompts: BlockedPrompts | None = None,
-        adapters: AdapterRegistry | None = None,
-        describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
-        name: str = "",
-        storage: Storage | None = None,
+        cache_secret: bytes | None,
+        num_routers: int,
+        application: str,
+        workers: Collection[worker_pb2.WorkerInfo],
+        replaced: Collection[tuple[str, str]],
+        blocked_prompts: BlockedPrompts,
+        adapters: AdapterRegistry,
+        describe: Callable[[], Awaitable[dict[str, Any]]],
+        name: str,
+        storage: Storage,
     ) -> Self:
         """Binds both API servers, which do not serve while no worker can be reached.
 
@@ -135,7 +135,6 @@ class RouterRuntime:
         `replaced`: the gRPC and HTTP addresses of each router that `application` replaces; this
             router may bind them as well.
         `blocked_prompts`: see Dispatcher.
-        `adapters`: None: the adapters in `config`.
         `describe`: see ConsoleFeed.
         `name`: of this router, unlike all others of the service.
         `storage`: see GenerationService.
@@ -160,7 +159,6 @@ class RouterRuntime:
             blocked_prompts=blocked_prompts,
         )
         monitor.watch(admission, dispatcher, registry)
-        adapters = adapters or configured_adapters(config)
         service = GenerationService(
             [_served_model(config, folder)],
             dispatcher,

@@ -88,13 +88,13 @@ class Attempt:
         send: Submitter,
         registry: WorkerRegistry,
         timer: RequestTimer,
-        may_decode: Callable[["Attempt"], bool] = lambda attempt: True,
-        num_crashes: int = 0,
-        source: SuspendedChoice | None = None,
+        may_decode: Callable[["Attempt"], bool],
+        num_crashes: int,
+        source: SuspendedChoice | None,
     ) -> None:
         """The registry counts `part`: the request itself, or the rest of one choice.
 
-        `num_crashes` counts the crashes of the request's workers. `source` holds the KV cache
+        `num_crashes` counts the crashes of the request's workers. A `source` holds the KV cache
         already; the placement's prefill worker is then the one that suspended the choice.
         """
         self.interruptions: list[Interruption] = []  # the caller removes them

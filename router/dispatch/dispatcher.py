@@ -38,7 +38,7 @@ class Dispatcher:
     def __init__(
         self,
         registry: WorkerRegistry,
-        admission: Admission | None = None,
+        admission: Admission,
         *,
         identity: PeerIdentity,
         park_seconds: float = PARK_SECONDS,
@@ -47,7 +47,7 @@ class Dispatcher:
         connect: Connect = PeerChannel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `admission`, one with the default bounds decides when a request may start.
+        """Lets `admission` decide when a request may start.
 
         An interrupted request waits `park_seconds` for a worker that can take it. All routers share
         `blocked_prompts`; without it, this router keeps a list for itself. `connect` makes the
@@ -55,7 +55,7 @@ class Dispatcher:
         """
         self._metrics = metrics
         self._registry = registry
-        self._admission = admission or Admission(registry, clock=clock)
+        self._admission = admission
         self._identity = identity
         self._park_seconds = park_seconds
         self._open_channel = connect

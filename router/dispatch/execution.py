@@ -13,7 +13,6 @@ One file because every interruption changes the same few fields of the choices b
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -83,10 +82,10 @@ class RequestExecution:
         send: Submitter,
         registry: WorkerRegistry,
         timer: RequestTimer,
-        poison_guard: PoisonGuard | None = None,
-        park_seconds: float = PARK_SECONDS,
-        wake: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        poison_guard: PoisonGuard,
+        park_seconds: float,
+        wake: Callable[[], object],
+        clock: Callable[[], float],
     ) -> None:
         """The caller may add unwanted choices to `cancelled` at any time.
 
@@ -100,7 +99,7 @@ class RequestExecution:
         self._send = send
         self._registry = registry
         self._timer = timer
-        self._poison_guard = poison_guard or PoisonGuard()
+        self._poison_guard = poison_guard
         self._park_seconds = park_seconds
         self._wake = wake
         self._clock = clock

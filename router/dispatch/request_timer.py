@@ -1,6 +1,5 @@
 """Measures one request: fills its timeline, and counts its interruptions, transfers and gaps."""
 
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -10,7 +9,6 @@ from ...proto.metrics import (
     ITL,
     KV_BYTES,
     KV_SECONDS,
-    NULL_METRICS,
     PREEMPTIONS,
     RECOVERIES,
     SPEC_ACCEPTED_TOKENS,
@@ -39,8 +37,8 @@ class RequestTimer:
         self,
         request: TokenRequest,
         timeline: inference_pb2.Timeline,
-        metrics: Metrics = NULL_METRICS,
-        clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics,
+        clock: Callable[[], float],
     ) -> None:
         """Stamps the end of the request's checks, after which it waits for a worker."""
         self._metrics = metrics

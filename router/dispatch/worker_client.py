@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import PeerChannel, PeerStream, is_silence
+from ...proto.channel import PeerStream, is_silence
 from ...proto.identity import PeerIdentity
 
 logger = logging.getLogger(__name__)
@@ -190,9 +190,9 @@ class WorkerClient:
         address: str,
         identity: PeerIdentity,
         on_message: Callable[["WorkerClient", worker_pb2.SessionResponse], None],
-        on_break: Callable[["WorkerClient"], None] = lambda client: None,
-        room_elsewhere: Callable[[], int] = lambda: 0,
-        connect: Connect = PeerChannel,
+        on_break: Callable[["WorkerClient"], None],
+        room_elsewhere: Callable[[], int],
+        connect: Connect,
     ) -> None:
         """Opens the session.
 

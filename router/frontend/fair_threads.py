@@ -25,7 +25,8 @@ from threading import Lock
 from typing import Any, Final, TypeVar
 
 from ...proto.errors import Overloaded
-from ..fair_queue import FairQueue, QueueEntry
+from ..due_order import QueueEntry
+from ..fair_queue import FairQueue
 
 LONG_FROM: Final = 65_536
 """Characters or bytes of a long text. The longest texts take a second or two to tokenize."""

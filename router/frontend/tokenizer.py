@@ -14,9 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-
 # Not `transformers.AutoTokenizer`: that import loads torch. Both read the same tokenizer.json.
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
@@ -392,26 +389,6 @@ class Tokenizer:
             seconds=_TEMPLATE_SECONDS,
             now=time.time() if now is None else now,
         )
-
-
-def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
-    """Returns a tokenizer for benchmarks and tests.
-
-    Token ids are bytes; 256 ends a sequence and 257 begins one.
-    """
-    backend = Backend(models.BPE(vocab=_BYTE_OF_CHARACTER, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)]
-    )
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        eos_token="<|end|>",
-        bos_token="<|begin|>",
-        chat_template=chat_template,
-    )
-    return Tokenizer(fast)
 
 
 def _processor_template(path: Path) -> str | None:

@@ -39,7 +39,8 @@ from typing import Final
 from ...proto import worker_pb2
 from ...proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
 from ...proto.metrics import NULL_METRICS, REFUSALS, Metrics
-from ..fair_queue import FairQueue, QueueEntry
+from ..due_order import QueueEntry
+from ..fair_queue import FairQueue
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, Capacity, DrainRate, required_capacity
 from .registry import WorkerRegistry

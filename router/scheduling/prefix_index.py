@@ -67,8 +67,8 @@ class _Cache:
         self.reports = False  # True after the first report
 
 
-class Matches(Mapping[str, int]):
-    """Maps the workers that hold the beginning of a prompt to the number of tokens that they hold.
+class Matches:
+    """Knows which workers hold the beginning of a prompt, and how many of its tokens.
 
     Looks workers up when they are asked for, because a common beginning is on all workers.
     """
@@ -89,27 +89,13 @@ class Matches(Mapping[str, int]):
         self._names = names
         self._pools = pools
 
-    def __getitem__(self, worker_id: str) -> int:
-        if num_tokens := self.num_tokens(worker_id):
-            return num_tokens
-        raise KeyError(worker_id)
-
     def num_tokens(self, worker_id: str) -> int:
-        """Returns the tokens that a worker of the index holds; 0 if none.
-
-        `get` costs an exception for each worker that holds nothing.
-        """
+        """Returns the tokens that a worker of the index holds; 0 if none."""
         bit = self._caches[worker_id].bit
         for num_tokens, bits in self._levels:
             if bits & bit:
                 return num_tokens
         return 0
-
-    def __iter__(self) -> Iterator[str]:
-        return (worker_id for _, bits in self._levels for worker_id in self._named(_numbers(bits)))
-
-    def __len__(self) -> int:
-        return sum(bits.bit_count() for _, bits in self._levels)
 
     def longest(self, pool: int, count: int, rng: random.Random) -> list[tuple[str, int]]:
         """Returns at most `count` workers of a pool and their tokens, the most tokens first.

@@ -312,7 +312,7 @@ class WorkerRegistry:
         decodes |= worker is None or worker.info.role == _DECODE
         if worker is not None:
             _, prefix, matched = self._last_look_up(request)
-            cached_tokens = matched.get(worker_id, 0)
+            cached_tokens = matched.num_tokens(worker_id)
             used = used_capacity(
                 request,
                 num_tokens,

@@ -44,10 +44,11 @@ from tandem.router.auth.tls import ServerTls, TlsConfig
 from tandem.router.client import ClientTls
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.frontend.prepare import ServedModel
-from tandem.router.frontend.tokenizer import byte_tokenizer
+from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.router.telemetry.prometheus import PrometheusMetrics
 from tandem.router.telemetry.requests import RequestTelemetry
+from tandem.tests.router.fake_source import byte_tokenizer
 
 CONTEXT_TOKENS: Final = 4096
 _APIS: Final = ("grpc", "http")
@@ -314,8 +315,8 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_START_SECONDS)
     registry = WorkerRegistry()
     registry.update([status.info])
-    dispatcher = Dispatcher(registry, identity=identity, metrics=metrics)
-    model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=CONTEXT_TOKENS)
+    dispatcher = Dispatcher(registry, Admission(registry), identity=identity, metrics=metrics)
+    model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(None), context_tokens=CONTEXT_TOKENS)
     tls = ServerTls(access.tls.load()) if access.has_tls else None
     service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
     statuses = WorkerStatuses(registry.workers, identity)

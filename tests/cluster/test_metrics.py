@@ -41,6 +41,7 @@ from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router import pools
+from tandem.tests.router_runtime import start_router
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 from tandem.tests.waits import NEVER, SLOW_STEP, WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -62,9 +63,7 @@ async def start(folder: Path, running: Fleet | None, **overrides: object) -> Rou
     """Starts a router with all workers, if there are any."""
     ports = dict.fromkeys(("router.grpc_port", "router.http_port", "router.ops_port"), 0)
     config = load_config(None, {"model": "m", "router.local_prefill_tokens": 0} | ports | overrides)
-    router = await RouterRuntime.start(
-        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
-    )
+    router = await start_router(config, folder)
     await router.serve_ops(config.router.ops_port)
     if running is not None:
         await router.update([worker.info() for worker in running.workers])
@@ -528,9 +527,7 @@ async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> No
         assert other.ops_address != first.ops_address
         config = load_config(None, {"model": "m", "router.grpc_port": 0, "router.http_port": 0})
         for port in (taken, 0):
-            next_one = await RouterRuntime.start(
-                config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
-            )
+            next_one = await start_router(config, folder)
             scope.push_async_callback(next_one.stop, 0)
             await next_one.serve_ops(port, application=f"m.{port}", replaced=[first.ops_address])
             assert next_one.ops_address == first.ops_address
@@ -542,9 +539,7 @@ async def test_a_router_that_drains_leaves_its_ops_port_to_its_successor(folder:
     ) as running:
         first = await start(folder, running)
         config = load_config(None, {"model": "m", "router.grpc_port": 0, "router.http_port": 0})
-        second = await RouterRuntime.start(
-            config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
-        )
+        second = await start_router(config, folder)
         await second.serve_ops(0, application="m.2", replaced=[first.ops_address])
         assert second.ops_address == first.ops_address
         await second.update([worker.info() for worker in running.workers])

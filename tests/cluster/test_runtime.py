@@ -24,8 +24,8 @@ from tandem.router.client.wire import ClientTls
 from tandem.router.frontend.template import template_process
 from tandem.tests.certificates import make_certificate
 from tandem.tests.fleet import fake_rank, fleet
-from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import bearer
+from tandem.tests.router_runtime import start_router
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 from tandem.tests.waits import SLOW_STEP, WAIT
 from tandem.workers.model import loader
@@ -62,15 +62,7 @@ def is_free(port: int) -> bool:
 async def start(
     config: TandemConfig, folder: Path, num_routers: int, **options: Any
 ) -> RouterRuntime:
-    return await RouterRuntime.start(
-        config,
-        folder,
-        HOST,
-        identity=IDENTITY,
-        resume_key=b"k" * 32,
-        num_routers=num_routers,
-        **options,
-    )
+    return await start_router(config, folder, num_routers=num_routers, **options)
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -122,13 +114,9 @@ async def test_a_router_in_place_of_another_has_its_addresses(
 async def test_a_router_without_keys_listens_on_loopback_alone(folder: Path) -> None:
     ports: dict[str, object] = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
     with pytest.raises(InvalidArgument, match="not loopback"):
-        await RouterRuntime.start(
-            load_config(None, ports), folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32
-        )
+        await start_router(load_config(None, ports), folder, "0.0.0.0")
     allowed = load_config(None, ports | {"auth.allow_anonymous": True})
-    router = await RouterRuntime.start(
-        allowed, folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32
-    )
+    router = await start_router(allowed, folder, "0.0.0.0")
     assert (
         router.authenticator.caller(None, "a").cache_salt
         != router.authenticator.caller(None, "b").cache_salt
@@ -372,9 +360,7 @@ async def test_a_router_serves_tls_with_the_files_of_its_configuration(folder: P
     files = {"certificate": str(folder / "tls.crt"), "key": str(folder / "tls.key")}
     ports: dict[str, object] = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
     config = load_config(None, ports | {"router.tls": files})
-    router = await RouterRuntime.start(
-        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
-    )
+    router = await start_router(config, folder)
     async with AsyncClient(
         f"grpcs://{router.grpc_address}", tls=ClientTls(ca=folder / "ca.pem")
     ) as client:
@@ -383,7 +369,7 @@ async def test_a_router_serves_tls_with_the_files_of_its_configuration(folder: P
     await router.stop(0)
     (folder / "tls.key").unlink()
     with pytest.raises(InvalidArgument, match=r"tls\.key"):
-        await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
+        await start_router(config, folder)
 
 
 async def test_a_single_router_takes_its_own_ports_or_none(
@@ -449,11 +435,8 @@ async def test_prefixes_on_disk_are_found_by_their_tenant_after_a_restart(
         began = redeploy.first_continuity(config, str(folder))
         options: dict[str, Any] = {"kv_disk": str(tmp_path / "kv"), "kv_disk_bytes": 2**20}
         async with fleet(0, 1, rank=lambda role: fake_rank(vocab_size=size), **options) as running:
-            router = await RouterRuntime.start(
-                *(config, folder, HOST),
-                identity=IDENTITY,
-                resume_key=began.resume_key,
-                cache_secret=began.cache_secret,
+            router = await start_router(
+                config, folder, resume_key=began.resume_key, cache_secret=began.cache_secret
             )
             await router.update([worker.info() for worker in running.workers])
             for key in keys:

@@ -149,7 +149,7 @@ async def test_commands_take_any_address(
     for url in (service.grpc, *addresses(service).values()):
         assert await run("generate", "hi", "--url", url, "--max-tokens", "2")
         assert await run("chat", "--url", url, "--max-tokens", "2", stdin="hi\n")
-    assert await run("generate", "hi", "--target", service.servers.grpc_address)
+    assert await run("generate", "hi", "--url", service.servers.grpc_address)
     for url in (service.grpc, *addresses(service).values()):
         assert (await run("status", "--url", url)).startswith("tandem: tiny\n")
         pages = json.loads(await run("dashboard", "--url", url, "--json"))

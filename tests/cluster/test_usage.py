@@ -26,10 +26,9 @@ from tandem.router.storage.interface import KeyUsage
 from tandem.router.storage.local import LocalStorage
 from tandem.router.telemetry.requests import EndedRequest, RequestFacts
 from tandem.tests.fleet import fake_rank, fleet
-from tandem.tests.peers import IDENTITY
+from tandem.tests.router_runtime import start_router
 from tandem.tests.tiny_tokenizer import make_router_folder, make_tokenizer
 
-HOST = "127.0.0.1"
 NAMES = ("ada", "bob", "ops")
 
 
@@ -124,15 +123,7 @@ async def routers(
     ):
         found = []
         for name in ("one", "two"):
-            router = await RouterRuntime.start(
-                config,
-                folder,
-                HOST,
-                identity=IDENTITY,
-                resume_key=b"k" * 32,
-                name=name,
-                storage=storage,
-            )
+            router = await start_router(config, folder, name=name, storage=storage)
             scope.push_async_callback(router.stop, 0)
             await router.update([worker.info() for worker in running.workers])
             found.append(router)
@@ -191,17 +182,13 @@ async def test_usage_of_a_service_without_keys(tmp_path: Path, share: bool) -> N
         "router.http_port": 0,
         "auth.share_anonymous_prefixes": share,
     }
-    router = await RouterRuntime.start(
-        load_config(None, local), folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
-    )
+    router = await start_router(load_config(None, local), folder)
     router.usage.record(ended(""))
     await router.usage.report()
     assert (await command(router, "")).splitlines()[1].split()[:3] == ["-", "t", "1"]
     await router.stop(0)
     public = load_config(None, local | {"auth.allow_anonymous": True, "router.bind": "0.0.0.0"})
-    router = await RouterRuntime.start(
-        public, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32
-    )
+    router = await start_router(public, folder)
     with pytest.raises(PermissionDenied, match="callers without a key see no usage"):
         await command(router, "")
     await router.stop(0)

@@ -190,7 +190,7 @@ def test_commands_ask_over_tls_and_workers_speak_it_with_each_other(
         str(NUM_TEXT_TOKENS),
         "--ignore-eos",
         "--json",
-        "--target",
+        "--url",
     )
     answer = command(*asked, f"grpcs://{service.grpc_address}", *ca)
     (expected,) = expected_tokens(tiny_model, [make_tokenizer()(TEXT).input_ids], NUM_TEXT_TOKENS)

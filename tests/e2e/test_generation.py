@@ -306,6 +306,11 @@ async def test_a_request_for_more_states_than_a_worker_has_is_refused(tmp_path: 
 async def _known(running: Fleet, tokens: Sequence[int], alignment: int) -> None:
     """Waits until the router has heard of the last resume point of a finished answer."""
     num_tokens = (len(tokens) - 1) // alignment * alignment
+
+    def held() -> set[int]:
+        matches = running.registry._prefixes.match(Prefix(tokens))
+        return {matches.num_tokens(each.worker_id) for each in running.registry.workers()}
+
     async with asyncio.timeout(WAIT):
-        while num_tokens not in running.registry._prefixes.match(Prefix(tokens)).values():
+        while num_tokens not in held():
             await asyncio.sleep(0.005)

@@ -11,13 +11,11 @@ import pytest
 
 from tandem.proto import worker_pb2
 from tandem.proto.channel import SILENCE_SECONDS
-from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.tests.matrix.cases import PROMPT_LENGTH, Case
 from tandem.tests.matrix.cluster import Choice, Cluster, Result, collect, make_request
 from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.matrix.scenario import audit, prepare, until
-from tandem.tests.peers import IDENTITY
-from tandem.tests.router.fake_worker import FakeWorker, token
+from tandem.tests.router.fake_worker import FakeWorker, open_session, token
 from tandem.tests.waits import WAIT
 
 LIMIT_SECONDS = 3.0  # of the silence
@@ -32,7 +30,7 @@ async def test_a_session_over_which_nothing_comes_breaks_and_counts_against_no_r
     await proxy.start()
     proxy.target = worker.address
     worker.server.answer_to(proxy.address)
-    client = WorkerClient(("d0", 1), proxy.address, IDENTITY, lambda *_: None)
+    client = open_session(("d0", 1), proxy.address)
     try:
         stream = client.submit(worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event())
         async with asyncio.timeout(WAIT):
@@ -59,7 +57,7 @@ async def test_a_session_over_which_nothing_comes_breaks_and_counts_against_no_r
 async def test_an_idle_session_stays() -> None:
     worker = FakeWorker()
     await worker.server.start()
-    client = WorkerClient(("d0", 1), worker.address, IDENTITY, lambda *_: None)
+    client = open_session(("d0", 1), worker.address)
     try:
         stream = client.submit(worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event())
         async with asyncio.timeout(WAIT):

@@ -21,9 +21,7 @@ def lower_bounds() -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("module", [inference_pb2_grpc, worker_pb2_grpc])
-@pytest.mark.parametrize(
-    "package", ["grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status"]
-)
+@pytest.mark.parametrize("package", ["grpcio", "grpcio-health-checking", "grpcio-reflection"])
 def test_generated_code_runs_with_the_lowest_version_of_grpc(module: object, package: str) -> None:
     """It raises RuntimeError when it is imported with an older one."""
     needed = tuple(map(int, module.GRPC_GENERATED_VERSION.split(".")))  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ before it.
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -12,7 +13,9 @@ from functools import partial
 from typing import Any
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.router.dispatch.execution import RequestExecution
+from tandem.proto.metrics import NULL_METRICS
+from tandem.router.dispatch.execution import PARK_SECONDS, RequestExecution
+from tandem.router.dispatch.poison_guard import PoisonGuard
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.dispatch.worker_client import AttemptKey, WorkerClient, WorkerStream
 from tandem.router.request import TokenDelta, TokenRequest
@@ -336,14 +339,29 @@ class FakePools:
                 self.left.add(one.worker)
 
 
+def make_execution(
+    request: TokenRequest,
+    timeline: inference_pb2.Timeline,
+    cancelled: Collection[int] = (),
+    **options: Any,
+) -> RequestExecution:
+    """Makes the execution of a request; `options` have at least `send` and `registry`."""
+    usual: dict[str, Any] = {
+        "timer": RequestTimer(request, timeline, NULL_METRICS, time.monotonic),
+        "poison_guard": PoisonGuard(),
+        "park_seconds": PARK_SECONDS,
+        "wake": lambda: None,
+        "clock": time.monotonic,
+    }
+    return RequestExecution(request, cancelled, **(usual | options))
+
+
 def start(
     pools: FakePools, request: TokenRequest, cancelled: Collection[int] = (), **options: Any
 ) -> tuple[RequestExecution, inference_pb2.Timeline]:
     timeline = inference_pb2.Timeline()
-    registry: Any = pools
-    timer = RequestTimer(request, timeline)
-    execution = RequestExecution(
-        request, cancelled, send=pools.send, registry=registry, timer=timer, **options
+    execution = make_execution(
+        request, timeline, cancelled, send=pools.send, registry=pools, **options
     )
     execution.start()
     return execution, timeline

@@ -5,16 +5,26 @@ import random
 import zlib
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import DeadlineExceeded, TandemError
 from tandem.router.deadline import before, earlier
-from tandem.router.frontend import tokenizer
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import TokenDelta, TokenRequest
 
 EOS_ID = 256
 BOS_ID = 257
+
+_BYTE_OF_CHARACTER: Final = {
+    character: byte
+    for byte, character in bytes_to_unicode().items()  # type: ignore[no-untyped-call]
+}
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -29,7 +39,19 @@ def byte_tokenizer(chat_template: str | None = _CHAT_TEMPLATE) -> Tokenizer:
     """Returns a tokenizer with one token per byte, whose id is the byte, and the special tokens
     EOS_ID and BOS_ID.
     """
-    return tokenizer.byte_tokenizer(chat_template)
+    backend = Backend(models.BPE(vocab=_BYTE_OF_CHARACTER, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)]
+    )
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        bos_token="<|begin|>",
+        chat_template=chat_template,
+    )
+    return Tokenizer(fast)
 
 
 @dataclass(kw_only=True)

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
 
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from tandem.tests.peers import peer_server
+from tandem.proto.channel import PeerChannel
+from tandem.router.dispatch.worker_client import WorkerClient, WorkerKey
+from tandem.tests.peers import IDENTITY, peer_server
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -39,6 +42,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Sends the message of one step, with a load of so many waiting requests."""
         load = worker_pb2.WorkerLoad(num_waiting=waiting)
         self.answers.put_nowait(worker_pb2.SessionResponse(outputs=outputs, load=load))
+
+
+def open_session(worker: WorkerKey, address: str, **options: Any) -> WorkerClient:
+    """Opens a session with a worker, of which only the functions in `options` are told."""
+    usual: dict[str, Any] = {
+        "on_message": lambda client, message: None,
+        "on_break": lambda client: None,
+        "room_elsewhere": lambda: 0,
+        "connect": PeerChannel,
+    }
+    return WorkerClient(worker, address, IDENTITY, **(usual | options))
 
 
 def token(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.fair_queue import FairQueue, QueueEntry, Ranking
+from tandem.router.due_order import QueueEntry
+from tandem.router.fair_queue import FairQueue, Ranking
 
 MANY = 1 << 40
 

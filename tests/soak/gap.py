@@ -30,6 +30,7 @@ from unittest.mock import patch
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.dispatch.worker_client import WorkerClient, WorkerStream
+from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests import demo_model
 from tandem.tests.matrix.nodes import Launcher, launched
@@ -329,7 +330,7 @@ async def run(options: argparse.Namespace) -> Measured:
             await asyncio.gather(
                 *(pools.start(role) for role in ("prefill", "decode") for _ in range(2))
             )
-            dispatcher = Dispatcher(pools.registry, identity=IDENTITY)
+            dispatcher = Dispatcher(pools.registry, Admission(pools.registry), identity=IDENTITY)
             expected = {
                 prompt: await stream(dispatcher, Measured(), prompt, f"alone-{number}", options)
                 for number, prompt in enumerate(prompts(options.model, lengths))

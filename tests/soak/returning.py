@@ -49,7 +49,7 @@ class Measured:
             * decode._rank.block_size
         )
         async with asyncio.timeout(10):
-            while self.running.registry._prefixes.match(prefix).get(decode.worker_id, 0) < held:
+            while self.running.registry._prefixes.match(prefix).num_tokens(decode.worker_id) < held:
                 await asyncio.sleep(0.01)
         return tokens
 

@@ -347,7 +347,7 @@ async def known(running: Fleet, prompt: Sequence[int], num_tokens: int) -> None:
     """Waits until the router has heard that the decode worker has so much of a prompt."""
     prefix, decode = Prefix(prompt), running.workers[-1].worker_id
     async with asyncio.timeout(WAIT):
-        while running.registry._prefixes.match(prefix).get(decode, 0) < num_tokens:
+        while running.registry._prefixes.match(prefix).num_tokens(decode) < num_tokens:
             await asyncio.sleep(0.005)
 
 

@@ -16,9 +16,9 @@ from tandem.proto import worker_pb2
 from tandem.proto.channel import PeerChannel, PeerServer, PeerStream
 from tandem.proto.hashing import hash_prompt
 from tandem.proto.identity import MAX_SKEW_SECONDS, PeerIdentity
-from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, worker_stub
 from tandem.tests.peers import IDENTITY, STRANGER
+from tandem.tests.router.fake_worker import open_session
 from tandem.tests.token_request import token_request
 from tandem.tests.waits import WAIT
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -234,8 +234,8 @@ async def test_a_stranger_at_the_address_of_a_worker_that_is_gone_gets_no_prompt
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     wake, messages = asyncio.Event(), list[object]()
-    client = WorkerClient(
-        ("worker", 1), address, IDENTITY, lambda client, message: messages.append(message)
+    client = open_session(
+        ("worker", 1), address, on_message=lambda client, message: messages.append(message)
     )
     try:
         stream = client.submit(submit(token_ids=PROMPT), wake)

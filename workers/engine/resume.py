@@ -43,10 +43,6 @@ class LeasedPrefix:
         return [block for table in self.tables for block in table.blocks]
 
 
-def _always(name: bytes) -> bool:
-    return True
-
-
 class ResumePoints:
     """Knows the tables of an engine's config, and looks for resume points by their names."""
 
@@ -97,7 +93,7 @@ class ResumePoints:
         self,
         chain: Items[bytes],
         has_block: Callable[[bytes], bool],
-        has_state: Callable[[bytes], bool] = _always,
+        has_state: Callable[[bytes], bool],
         *,
         fetched: int | None = None,
     ) -> Hit:

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
-from safetensors.torch import save as save_safetensors
 
 from ..engine.plan import StepPlan
 from .adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder
@@ -145,21 +144,6 @@ def _check(name: str, tensor: torch.Tensor, expected: tuple[int, int]) -> None:
 def check_adapter(folder: AdapterFolder, config: ModelConfig) -> None:
     """Raises CheckpointError as `load_adapter` would for the model without tensor parallelism."""
     _read_factors(folder, _sizes(build_model(config, DTYPES[config.dtype]).lora))
-
-
-def random_adapter(config: ModelConfig, rank: int) -> AdapterFolder:
-    """Returns an adapter of all linear layers with almost no effect, for benchmarks."""
-    tensors = {}
-    for name, (outputs, inputs) in _sizes(build_model(config, DTYPES[config.dtype]).lora).items():
-        tensors[f"{_PREFIX}{name}{_SUFFIXES[0]}"] = (
-            torch.randn(rank, inputs, dtype=torch.bfloat16) * inputs**-0.5
-        )
-        tensors[f"{_PREFIX}{name}{_SUFFIXES[1]}"] = (
-            torch.randn(outputs, rank, dtype=torch.bfloat16) * 1e-3
-        )
-    return AdapterFolder(
-        rank=rank, scale=1.0, weights=save_safetensors(tensors), fingerprint=bytes(16)
-    )
 
 
 class AdapterTable:

@@ -144,8 +144,6 @@ LINEAR_METHODS: Final[dict[str, QuantizationFormat]] = {
     "modelopt": modelopt_method,
 }
 """Formats by quant_method; without one, layers have an `UnquantizedLinearMethod`."""
-ROUNDED: Final = (*BITS, FP8)
-"""The formats to which unquantized weights can be rounded when they are loaded."""
 _QUANTIZATION_FILES: Final = (
     ("quantize_config.json", "gptq", ".qweight"),
     ("quant_config.json", "awq", ".qweight"),

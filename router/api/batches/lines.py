@@ -1,8 +1,8 @@
 """Parses the input file of a batch, for the Batch API and for `tandem batch`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,7 +11,6 @@ from ...json_lines import number_lines
 
 CustomId = Annotated[str, Field(min_length=1, max_length=512)]
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-BATCH_URLS: Sequence[str] = get_args(BatchUrl)
 
 
 class BatchRequest(BaseModel):

@@ -59,8 +59,7 @@ async def respond(
     is_read = False
     try:
         with tandem_errors_only():
-            check_request_id(request.headers.get(REQUEST_ID, ""))
-            request_id = request.headers.get(REQUEST_ID) or request_id
+            request_id = _request_id(request) or request_id
             timeout = _timeout(request.headers.get(REQUEST_TIMEOUT))
             context = RequestContext(
                 arrived=arrived,
@@ -98,14 +97,20 @@ async def respond_without_body(
     request_id = uuid.uuid4().hex
     try:
         with tandem_errors_only():
-            check_request_id(request.headers.get(REQUEST_ID, ""))
-            request_id = request.headers.get(REQUEST_ID) or request_id
+            request_id = _request_id(request) or request_id
             response = await answer(request)
     except TandemError as error:
         response = OPENAI_FORM.error_response(error, http_field)
     # A body that was read has its header already, also if it was refused.
     response.headers.setdefault(REQUEST_ID, request_id)
     return response
+
+
+def _request_id(request: Request) -> str:
+    """Returns the id in the header; "" without one. Raises InvalidArgument."""
+    request_id = request.headers.get(REQUEST_ID, "")
+    check_request_id(request_id)
+    return request_id
 
 
 def _timeout(header: str | None) -> float | None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from tandem.tests.bench.engine.adapters import random_adapter
 from tandem.tests.bench.engine.report import DecodeFigure, PrefillFigure, Report, print_progress
 from tandem.tests.bench.engine.steps import BenchRunner
-from tandem.workers.model.adapter import random_adapter
 from tandem.workers.model.config import ModelConfig
 
 _ROUNDS: Final = 5

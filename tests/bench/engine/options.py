@@ -15,12 +15,14 @@ from tandem.workers.engine.config import default_chunk_tokens
 from tandem.workers.kv_cache.layout import QUANTIZED
 from tandem.workers.model.costs.measure import BUFFER_BYTES
 from tandem.workers.model.device import DTYPES
-from tandem.workers.model.registry import ROUNDED
+from tandem.workers.model.quant.integer import BITS
+from tandem.workers.model.quant.stored_fp8 import FP8
 
 SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 SWEEP_CONTEXTS: Final = (128, 256, 512, 1024, 2048, 4096)
 SWEEP_CONTEXT_BATCH: Final = 8  # batch size of the sweep over contexts
 PROFILE_BATCH: Final = 32
+ROUNDED: Final = (*BITS, FP8)  # the formats to which plain weights can be rounded on load
 COMPARED_CACHES: Final = {f"{dtype}-kv-cache": dtype for dtype in QUANTIZED}
 COMPARED_WEIGHTS: Final = {f"{name}-weights": name for name in ROUNDED}
 COMPARED: Final = (*COMPARED_CACHES, *COMPARED_WEIGHTS, "model-impl", "adapter")

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from tandem.tests.bench.engine.adapters import random_adapter
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, NewTokens
@@ -24,7 +25,7 @@ from tandem.workers.engine.plan import (
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.tables import TableSpec
-from tandem.workers.model.adapter import AdapterTable, random_adapter
+from tandem.workers.model.adapter import AdapterTable
 from tandem.workers.model.attention.quantized_cache import quantize
 from tandem.workers.model.config import ModelConfig
 from tandem.workers.model.costs.measure import synchronize

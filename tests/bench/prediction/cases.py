@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from tandem.cluster.planner.profile import Profile
-from tandem.cluster.planner.search import Planner, RateResult
+from tandem.cluster.planner.search import PlannedRun, Planner, RateResult
 from tandem.cluster.planner.site import MeasuredSite, Split
 from tandem.cluster.planner.workload import Objective, PlannedWorkload
 from tandem.cluster.traces.read import TracedRequest, TraceScale, read_trace
@@ -90,7 +90,7 @@ def predict(
         count = max(round(rate * plan.seconds), _LEAST_REQUESTS)
         workload = PlannedWorkload(requests[:count]).at_rate(rate)
         case = Case(split=split, trace=trace, share=share, workload=workload)
-        outcome = Planner(site, workload, plan.objective).run(split, rate)
+        outcome = Planner(site, workload, plan.objective).run(PlannedRun(split, rate))
         found.append(_prediction(case, outcome, plan.objective))
     return knee, found
 

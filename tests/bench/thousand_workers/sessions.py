@@ -25,6 +25,7 @@ from tandem.proto.channel import PeerServer
 from tandem.proto.identity import PeerIdentity
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.workers.serve.load_reports import LoadReports
 from tandem.workers.serve.session import RouterSession
@@ -159,7 +160,7 @@ async def _measure(
     registry = _Registry()
     registry.capacity.subscribe(lambda: None)  # as admission does
     before = resident_bytes()
-    router = Dispatcher(registry, identity=identity)
+    router = Dispatcher(registry, Admission(registry), identity=identity)
     registry.update(make_info(number, address) for number in range(num_workers))
     began, used = time.monotonic(), time.process_time()
     await router.update_sessions()

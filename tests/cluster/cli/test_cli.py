@@ -279,7 +279,7 @@ def test_only_our_line_is_on_stdout_whatever_else_writes_there() -> None:
 def test_clients_say_in_one_line_that_nobody_answers(run: Callable[..., Done]) -> None:
     for args in (
         ["status", "--url", "http://127.0.0.1:1"],
-        ["generate", "hi", "--target", "127.0.0.1:1"],
+        ["generate", "hi", "--url", "127.0.0.1:1"],
     ):
         code, out, err = run(*args)
         assert (code, out) == (1, ""), args
@@ -374,7 +374,7 @@ def run_in_shell(command: str) -> "subprocess.CompletedProcess[str]":
 def test_commands_run_without_standard_files(closed: str) -> None:
     """Nothing else may get their numbers: a file that is opened first would receive the output."""
     done = run_in_shell(
-        f'"$@" model list {closed}; "$@" generate --target 127.0.0.1:1 --timeout 1 {closed}'
+        f'"$@" model list {closed}; "$@" generate --url 127.0.0.1:1 --timeout 1 {closed}'
     )
     lines = done.stderr.splitlines()
     assert done.returncode in (1, 2)

@@ -65,7 +65,7 @@ def test_prompts_from_everywhere(service: StubService, tmp_path: Path) -> None:
         (("--file", str(file)), ""),
     ]
     said = [
-        invoke("generate", *args, "--target", service.address, stdin=stdin) for args, stdin in ways
+        invoke("generate", *args, "--url", service.address, stdin=stdin) for args, stdin in ways
     ]
     assert said == [
         (f"<{text}>\n", "") for text in ("of the command", "of stdin", "of a pipe", "of a file")
@@ -73,9 +73,9 @@ def test_prompts_from_everywhere(service: StubService, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match="file: must not be given together with another prompt"
     ):
-        invoke("generate", "x", "--file", str(file), "--target", service.address)
+        invoke("generate", "x", "--file", str(file), "--url", service.address)
     with pytest.raises(InvalidArgument, match="no/such: No such file"):
-        invoke("generate", "--file", "/no/such", "--target", service.address)
+        invoke("generate", "--file", "/no/such", "--url", service.address)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_a_text_on_stdin_that_is_not_utf_8_is_refused(
     service: StubService, command: list[str]
 ) -> None:
     with pytest.raises(InvalidArgument, match="stdin: not UTF-8"):
-        invoke(*command, "--target", service.address, stdin="Zürich\n".encode("latin-1"))
+        invoke(*command, "--url", service.address, stdin="Zürich\n".encode("latin-1"))
 
 
 def test_this_holds_in_the_locale_of_containers(service: StubService) -> None:
     """There Python reads other bytes as surrogates."""
     done = subprocess.run(
-        [*TANDEM, "generate", "--target", service.address],
+        [*TANDEM, "generate", "--url", service.address],
         input="Zürich\n".encode("latin-1"),
         env=os.environ | {"LC_ALL": "C.UTF-8"},
         capture_output=True,
@@ -103,9 +103,9 @@ def test_this_holds_in_the_locale_of_containers(service: StubService) -> None:
 def test_a_byte_order_mark_is_no_part_of_a_text(service: StubService, tmp_path: Path) -> None:
     file, text = tmp_path / "prompt.txt", "\ufeffhi\n"
     file.write_text(text, encoding="utf-8")
-    invoke("generate", "--file", str(file), "--target", service.address)
-    invoke("generate", "--target", service.address, stdin=text)
-    invoke("chat", "--target", service.address, stdin=text)
+    invoke("generate", "--file", str(file), "--url", service.address)
+    invoke("generate", "--url", service.address, stdin=text)
+    invoke("chat", "--url", service.address, stdin=text)
     *texts, chat = [request.prompt for request in service.requests]
     assert [each.text for each in texts] == ["hi\n"] * 2
     assert chat.chat.messages[0].content == "hi"
@@ -117,7 +117,7 @@ def test_every_parameter_is_an_option(service: StubService, tmp_path: Path) -> N
     invoke(
         "generate",
         "hi",
-        "--target",
+        "--url",
         service.address,
         "--model",
         "m",
@@ -223,7 +223,7 @@ def test_every_parameter_is_an_option(service: StubService, tmp_path: Path) -> N
 def test_one_completion_is_greedy_unless_told(
     service: StubService, args: tuple[str, ...], sampling: inference_pb2.SamplingParams
 ) -> None:
-    invoke("generate", "hi", "--target", service.address, *args)
+    invoke("generate", "hi", "--url", service.address, *args)
     assert service.requests[0].sampling == sampling
 
 
@@ -241,14 +241,14 @@ def test_constraints_and_beam_search(service: StubService, tmp_path: Path) -> No
         (("--grammar", f"@{grammar}"), 'start: "x"', "grammar"),
     ]
     for args, expected, field in ways:
-        invoke("generate", "hi", "--target", service.address, *args)
+        invoke("generate", "hi", "--url", service.address, *args)
         assert service.requests[-1].constraint == inference_pb2.Constraint(**{field: expected})  # type: ignore[arg-type]
     args = ("--beam-width", "4", "--length-penalty", "0.5", "--early-stopping")
-    invoke("generate", "hi", "--target", service.address, *args)
+    invoke("generate", "hi", "--url", service.address, *args)
     expected = inference_pb2.BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
     assert service.requests[-1].beam_search == expected
     with pytest.raises(InvalidArgument, match="logit_bias: 'x' is not ID=BIAS"):
-        invoke("generate", "hi", "--target", service.address, "--logit-bias", "x")
+        invoke("generate", "hi", "--url", service.address, "--logit-bias", "x")
 
 
 def scored(text: str, number: float | None) -> inference_pb2.TokenLogprobs:
@@ -271,7 +271,7 @@ def two_choices(_: inference_pb2.GenerateRequest) -> Responses:
 
 def test_several_choices_and_their_logprobs() -> None:
     with stub_service(two_choices) as service:
-        out, err = invoke("generate", "hi", "--n", "2", "--target", service.address)
+        out, err = invoke("generate", "hi", "--n", "2", "--url", service.address)
         assert out == "--- 0 (length)\nfirst\n--- 1 (stop)\nsecond\n"
         for word in (
             "prompt",
@@ -283,11 +283,9 @@ def test_several_choices_and_their_logprobs() -> None:
             "'[red]' -3.0000",
         ):
             assert word in err, (word, err)
-        out, _ = invoke(
-            "generate", "hi", "--n", "2", "--beam-width", "2", "--target", service.address
-        )
+        out, _ = invoke("generate", "hi", "--n", "2", "--beam-width", "2", "--url", service.address)
         assert out.startswith("--- 0 (length, score -0.5000)\n")
-        out, err = invoke("generate", "hi", "--n", "2", "--json", "--target", service.address)
+        out, err = invoke("generate", "hi", "--n", "2", "--json", "--url", service.address)
         found = json.loads(out)
         assert (out.count("\n"), err) == (1, "")
         assert [choice["text"] for choice in found["choices"]] == ["first", "second"]
@@ -310,7 +308,7 @@ def test_the_json_of_a_token_that_is_never_drawn_has_no_infinity() -> None:
         yield from pieces("")
 
     with stub_service(answer) as service:
-        out, _ = invoke("generate", "hi", "--json", "--target", service.address)
+        out, _ = invoke("generate", "hi", "--json", "--url", service.address)
     assert "Infinity" not in out
     (scored,) = json.loads(out)["choices"][0]["logprobs"]
     assert [each["logprob"] for each in scored["top"]] == [0.0, -9_999.0]
@@ -322,7 +320,7 @@ def test_a_late_error_is_below_what_was_printed() -> None:
         raise Refusal(grpc.StatusCode.UNAVAILABLE, "lost")
 
     with stub_service(fail) as service:
-        done = run("generate", "hi", "--target", service.address)
+        done = run("generate", "hi", "--url", service.address)
     assert (done.returncode, done.stdout, done.stderr) == (1, "half\n", "error: lost\n")
 
 
@@ -331,7 +329,7 @@ def test_a_piped_chat(service: StubService) -> None:
         'one\n\n"""two\nlines"""\ngoes \\\non\n//slash\n/retry\n/clear\nlast\n/quit\nnever\n'
     )
     out, err = invoke(
-        "chat", "--target", service.address, "--system", "S", "--timeline", stdin=questions
+        "chat", "--url", service.address, "--system", "S", "--timeline", stdin=questions
     )
     assert out == "<one>\n<two\nlines>\n<goes \non>\n</slash>\n</slash>\n<last>\n"
     assert err.count("Where the time went") == 6
@@ -354,13 +352,13 @@ def test_reasoning_and_a_cut_answer_of_a_chat(service: StubService) -> None:
 
     service.answer = think
     for question, answer, num_tokens in (("answer", "Yes.", 4), ("only think", "", 0)):
-        out, err = invoke("chat", "--target", service.address, stdin=question)
+        out, err = invoke("chat", "--url", service.address, stdin=question)
         assert out == f"{answer}\n"
         assert err == f"Hm.\ncut off at {num_tokens} tokens; use --max-tokens\n"
 
 
 def test_the_first_error_ends_a_piped_chat(service: StubService) -> None:
-    done = run("chat", "--target", service.address, stdin="one\n/nonsense\ntwo\n")
+    done = run("chat", "--url", service.address, stdin="one\n/nonsense\ntwo\n")
     assert (done.returncode, done.stdout) == (2, "<one>\n")
     assert done.stderr == "error: /nonsense: no such command; /help lists them\n"
 
@@ -503,7 +501,7 @@ def test_a_chat_at_a_terminal(service: StubService, terminal: Callable[..., Term
         yield from last_words(request)
 
     service.answer = answer
-    chat = terminal("chat", "--target", service.address)
+    chat = terminal("chat", "--url", service.address)
     chat.expect("> ")
     chat.type("fail\n")
     chat.expect("error: no worker[\r\n]+> ")  # and it goes on
@@ -518,7 +516,7 @@ def test_a_chat_at_a_terminal(service: StubService, terminal: Callable[..., Term
     contents = [message.content for message in service.requests[-1].prompt.chat.messages]
     assert contents == ["long", "begun", "and now?"]
 
-    again = terminal("chat", "--target", service.address)
+    again = terminal("chat", "--url", service.address)
     again.expect("> ")
     again.type("\x10\n")  # the line before, of the chat before
     again.expect("<and now\\?>")
@@ -532,4 +530,4 @@ def test_errors_of_the_service_are_raised(service: StubService) -> None:
 
     service.answer = refuse
     with pytest.raises(TandemError, match="who"):
-        invoke("generate", "hi", "--target", service.address)
+        invoke("generate", "hi", "--url", service.address)

@@ -172,12 +172,12 @@ def test_a_service_from_start_to_stop(
     check_token_of_ray(service, tmp_path)
 
     generated = run(
-        "generate", "The quick brown", "--target", grpc_address, "--max-tokens", "8", "--timeline"
+        "generate", "The quick brown", "--url", grpc_address, "--max-tokens", "8", "--timeline"
     )
     assert generated.returncode == 0, generated.stderr
     assert len(generated.stdout.strip()) > 0
     assert "Where the time went" in generated.stderr
-    chat = run("chat", "--target", grpc_address, "--max-tokens", "4", stdin="Hello?\nAnd again?\n")
+    chat = run("chat", "--url", grpc_address, "--max-tokens", "4", stdin="Hello?\nAnd again?\n")
     cut_off = "cut off at 4 tokens; use --max-tokens\n"
     assert (chat.returncode, chat.stderr) == (0, cut_off * 2)
     assert chat.stdout.count("\n") >= 2
@@ -352,7 +352,7 @@ def test_the_end_of_ray_in_an_awkward_environment_is_told_in_a_line_and_leaves_n
         grpc_address, http_address = ready.groups()
         patch.setenv("TANDEM_API_KEY", key)
         generated = run(
-            *("generate", "The quick brown", "--target", grpc_address, "--max-tokens", "4"),
+            *("generate", "The quick brown", "--url", grpc_address, "--max-tokens", "4"),
             *("--model", str(tiny_model)),
         )
     assert generated.returncode == 0, generated.stderr

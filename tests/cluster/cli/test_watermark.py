@@ -48,7 +48,7 @@ async def test_every_way_to_detect_gives_the_same(
     file.write_text(TEXT)
     servers = await ApiServers.start(GenerationService([model], FakeTokenSource()))
     try:
-        target = ("--target", servers.grpc_address)
+        target = ("--url", servers.grpc_address)
         answers = [
             await asyncio.to_thread(invoke, "detect", str(file), "--json", *target),
             await asyncio.to_thread(invoke, "detect", "-", "--json", *target, stdin=TEXT),

@@ -205,7 +205,7 @@ def invoke(*args: str) -> str:
 def test_the_perplexity_command(service: StubService, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("some text " * 30)
-    args = ("eval", "perplexity", str(file), "--target", service.address)
+    args = ("eval", "perplexity", str(file), "--url", service.address)
     found = json.loads(invoke(*args, "--window", "40", "--stride", "20", "--json"))
     assert (found["tokens"], found["windows"]) == (301, 15)
     assert found["perplexity"] == pytest.approx(math.exp(found["mean_nll"]))
@@ -218,7 +218,7 @@ def test_the_perplexity_command(service: StubService, tmp_path: Path) -> None:
         invoke(*args, "--window", "40", "--stride", "41")
     (tmp_path / "empty").touch()
     done = subprocess.run(
-        [*TANDEM, "eval", "perplexity", str(tmp_path / "empty"), "--target", service.address],
+        [*TANDEM, "eval", "perplexity", str(tmp_path / "empty"), "--url", service.address],
         capture_output=True,
         text=True,
         timeout=60,
@@ -299,7 +299,7 @@ def test_the_generate_command(tmp_path: Path) -> None:
             "eval",
             "generate",
             str(file),
-            "--target",
+            "--url",
             service.address,
             "--output",
             str(output),
@@ -334,7 +334,7 @@ def test_a_case_that_the_service_refuses_is_named(tmp_path: Path) -> None:
         '{"prompt": "Paris", "reference": "b"}\n\n{"prompt": "Rome", "reference": "b"}\n'
     )
     with stub_service(refuse) as service:
-        args = ["eval", "generate", str(file), "--target", service.address]
+        args = ["eval", "generate", str(file), "--url", service.address]
         result = CliRunner().invoke(main.app, args)
     assert isinstance(result.exception, InvalidArgument)
     assert str(result.exception) == "case 2: prompt: has 9 tokens"

@@ -1,13 +1,18 @@
 """Tests the search of splits: knees, saturation, and what is refused before a simulation."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
 from tandem.cluster.planner.changes import unchanged, with_faults
 from tandem.cluster.planner.profile import Profile
-from tandem.cluster.planner.search import Planner, RateResult, list_splits, request_seconds
+from tandem.cluster.planner.search import (
+    PlannedRun,
+    Planner,
+    RateResult,
+    list_splits,
+    request_seconds,
+)
 from tandem.cluster.planner.site import MeasuredSite, Split
 from tandem.cluster.planner.workload import Objective, PlannedWorkload
 from tandem.cluster.sim.cost import StepCosts, StepSample
@@ -39,7 +44,7 @@ def test_a_service_that_keeps_up_is_not_saturated_although_its_batches_are_slow(
     )
     workload = PlannedWorkload.poisson(1.7, 16, 512, 24, seed=0)
     planner = Planner(MeasuredSite(profile_of(costs)), workload, OBJECTIVE)
-    found = planner.run(Split(0, 1), 1.7)
+    found = planner.run(PlannedRun(Split(0, 1), 1.7))
     assert found.attainment == 1.0
     assert max(each.timeline.queue_seconds for each in found.result.requests) < 0.1
     assert not found.is_saturated
@@ -74,7 +79,8 @@ class KnownKnees(Planner):
         self.knees = knees
         self.num_runs = 0
 
-    def run(self, split: Split, rate: float, **changes: Any) -> RateResult:
+    def run(self, planned: PlannedRun) -> RateResult:
+        split, rate = planned.split, planned.rate
         self.num_runs += 1
         result = SimulationResult(
             requests=(), workers=(), seconds=1.0, router_busy_share=0.0, queue_seconds={}
@@ -103,12 +109,12 @@ def test_lengths_outside_the_measured_grid_are_refused() -> None:
     workload = PlannedWorkload.poisson(1.0, 4096, 8, 10, seed=0)
     planner = Planner(MeasuredSite(make_profile(1)), workload, OBJECTIVE)
     with pytest.raises(InvalidArgument, match="outside the measured grid"):
-        planner.run(Split(0, 1), 0.1, lengths=1.1)
+        planner.run(PlannedRun(Split(0, 1), 0.1, lengths=1.1))
 
 
 def test_the_usual_change_is_simulated_once() -> None:
     workload = PlannedWorkload.poisson(1.0, 16, 2, 10, seed=0)
     planner = Planner(MeasuredSite(make_profile(1)), workload, OBJECTIVE)
-    usual = planner.run(Split(0, 1), 2.0)
-    assert planner.run(Split(0, 1), 2.0, change=unchanged) is usual
-    assert planner.run(Split(0, 1), 2.0, change=with_faults([], 1.0)) is not usual
+    usual = planner.run(PlannedRun(Split(0, 1), 2.0))
+    assert planner.run(PlannedRun(Split(0, 1), 2.0, change=unchanged)) is usual
+    assert planner.run(PlannedRun(Split(0, 1), 2.0, change=with_faults([], 1.0))) is not usual

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -26,6 +25,7 @@ from tandem.cluster.planner.changes import (
 from tandem.cluster.planner.profile import read_profile
 from tandem.cluster.planner.report import verdict
 from tandem.cluster.planner.search import (
+    PlannedRun,
     Planner,
     RateResult,
     SplitPlan,
@@ -200,7 +200,7 @@ def test_requests_arrive_until_workers_have_died_at_any_rate() -> None:
         least_seconds=seconds,
     )
     for rate in (4.0, 40.0):
-        result = planner.run(Split(0, 2), rate).result
+        result = planner.run(PlannedRun(Split(0, 2), rate)).result
         ends = [each.ended for each in result.workers if each.ended is not None]
         assert sorted(ends)[:2] == pytest.approx([1.0, 2.0])
         assert result.requests[-1].record.started == pytest.approx(seconds, abs=1.0)
@@ -252,7 +252,8 @@ class KnownKnees(Planner):
         self.knees = knees
         self.simulated: list[tuple[Split, float]] = []
 
-    def run(self, split: Split, rate: float, **changes: Any) -> RateResult:
+    def run(self, planned: PlannedRun) -> RateResult:
+        split, rate = planned.split, planned.rate
         self.simulated.append((split, rate))
         return replace(outcome(1.0 if rate <= self.knees.get(split, 0.0) else 0.0), rate=rate)
 
@@ -308,9 +309,9 @@ def test_a_knee_far_below_the_bound_is_found_if_the_objective_is_met_at_the_rate
 def test_a_rate_is_simulated_once() -> None:
     workload = PlannedWorkload.poisson(1.0, 128, 8, 10, seed=0)
     planner = Planner(MeasuredSite(make_profile(1)), workload, OBJECTIVE)
-    split = Split(0, 1)
-    assert planner.run(split, 2.0) is planner.run(split, 2.0)
-    assert planner.run(split, 2.0) is not planner.run(split, 2.0, lengths=1.1)
+    planned = PlannedRun(Split(0, 1), 2.0)
+    assert planner.run(planned) is planner.run(planned)
+    assert planner.run(planned) is not planner.run(planned._replace(lengths=1.1))
 
 
 TYPICAL_TOKENS = 4000
@@ -481,7 +482,7 @@ def test_no_simulation_exceeds_the_arithmetic_bound(
     planner = Planner(site, workload, OBJECTIVE)
     split = Split(prefill, 2 - prefill)
     bound = rate_bound(*site.service(split), workload)
-    found = planner.run(split, 2 * bound)
+    found = planner.run(PlannedRun(split, 2 * bound))
     assert found.is_saturated
     assert len(workload.requests) / found.result.seconds < bound
 
@@ -527,10 +528,10 @@ def test_longer_steps_and_prompts_lower_the_attainment() -> None:
         Objective(limits={"ttft": 120.0}),
     )
     split = Split(0, 1)
-    usual = planner.run(split, 2.0).attainment
+    usual = planner.run(PlannedRun(split, 2.0)).attainment
     assert usual > 0.8
-    assert planner.run(split, 2.0, step_time=2.0).attainment < usual
-    assert planner.run(split, 2.0, lengths=2.0).attainment < usual
+    assert planner.run(PlannedRun(split, 2.0, step_time=2.0)).attainment < usual
+    assert planner.run(PlannedRun(split, 2.0, lengths=2.0)).attainment < usual
 
 
 def test_work_outside_the_measured_grid_is_refused() -> None:

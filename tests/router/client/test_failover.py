@@ -19,6 +19,7 @@ from tandem.router.client.wire import Retries
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
+from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.fleet import Fleet, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
@@ -52,7 +53,7 @@ class Router:
     async def start(self, scope: AsyncExitStack) -> None:
         registry = WorkerRegistry()
         registry.update(worker.info() for worker in self.workers.workers)
-        self._dispatcher = Dispatcher(registry, identity=IDENTITY)
+        self._dispatcher = Dispatcher(registry, Admission(registry), identity=IDENTITY)
         scope.push_async_callback(self._dispatcher.close)
         model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=2_048)
         self._server = GrpcServer(

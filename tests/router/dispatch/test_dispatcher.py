@@ -572,7 +572,7 @@ async def test_a_busy_worker_that_is_listed_again_reports_its_whole_prefix_cache
             for infos in ([], [worker.info()]):
                 registry.update(infos)
                 await router.update_sessions()
-            while registry._look_up(cached).matched.get(worker.worker_id, 0) < 48:
+            while registry._look_up(cached).matched.num_tokens(worker.worker_id) < 48:
                 await asyncio.sleep(0.001)
             assert not busy.done()
             assert not first.broken

@@ -7,7 +7,7 @@ import random
 import time
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,6 @@ from tandem.router.dispatch.execution import (
 )
 from tandem.router.dispatch.output_buffer import Wakeup
 from tandem.router.dispatch.poison_guard import SOLO_RUN_SECONDS, PoisonGuard
-from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.policy import Placement
 from tandem.router.scheduling.registry import WorkerRegistry
@@ -34,6 +33,7 @@ from tandem.tests.router.fake_pools import (
     FakePools,
     choices_request,
     completion,
+    make_execution,
     outputs_of,
     start,
 )
@@ -174,9 +174,10 @@ async def test_a_request_begun_elsewhere_counts_only_at_its_workers_once_it_has_
     fill(registry, prefill=1, decode=1, max_sequences=5, num_blocks=4096)
     admission = Admission(registry)
     request = choices_request(3, emitted=((1, 2), None, (3,)))
-    timer = RequestTimer(request, inference_pb2.Timeline())
     pools = FakePools(random.Random(3), pairs=True)
-    execution = RequestExecution(request, (), send=pools.send, registry=registry, timer=timer)
+    execution = make_execution(
+        request, inference_pb2.Timeline(), send=pools.send, registry=registry
+    )
     async with AsyncExitStack() as scope:
         await scope.enter_async_context(admission.permit(request))
         others = [
@@ -926,14 +927,13 @@ class _Slot:
 
 async def test_the_error_of_a_blocked_request_says_how_long_a_retry_is_useless() -> None:
     pools, wake, poison_guard = FakePools(random.Random(4), pairs=False), Wakeup(), PoisonGuard()
-    request, registry = choices_request(1), cast(WorkerRegistry, pools)
+    request = choices_request(1)
     poison_guard.blocked_prompts.block(request)
-    execution = RequestExecution(
+    execution = make_execution(
         request,
-        (),
+        inference_pb2.Timeline(),
         send=pools.send,
-        registry=registry,
-        timer=RequestTimer(request, inference_pb2.Timeline()),
+        registry=pools,
         poison_guard=poison_guard,
     )
     admission: Any = SimpleNamespace(permit=lambda request: _Slot())
@@ -947,10 +947,9 @@ async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end
     error: Unavailable | None,
 ) -> None:
     pools, wake = FakePools(random.Random(4), pairs=False), Wakeup()
-    request, registry = choices_request(1), cast(WorkerRegistry, pools)
-    timer = RequestTimer(request, inference_pb2.Timeline())
-    execution = RequestExecution(
-        request, (), send=pools.send, registry=registry, timer=timer, wake=wake.set
+    request = choices_request(1)
+    execution = make_execution(
+        request, inference_pb2.Timeline(), send=pools.send, registry=pools, wake=wake.set
     )
     admission: Any = SimpleNamespace(permit=lambda request: _Slot())
     deltas = execution.run(admission, wake)

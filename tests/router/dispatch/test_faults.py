@@ -17,6 +17,7 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import TandemError
 from tandem.router.dispatch import execution
 from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.scheduling.admission import Admission
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
@@ -285,7 +286,10 @@ async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> Non
 
 async def test_without_another_worker_the_request_fails_in_the_end() -> None:
     async with fleet(0, 1) as running:
-        running.dispatcher = Dispatcher(running.registry, park_seconds=0.1, identity=IDENTITY)
+        admission = Admission(running.registry)
+        running.dispatcher = Dispatcher(
+            running.registry, admission, park_seconds=0.1, identity=IDENTITY
+        )
         executor = running.workers[0]._rank.executor
         assert isinstance(executor, FakeExecutor)
         executor.fail_after_steps = 3

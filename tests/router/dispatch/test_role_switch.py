@@ -90,7 +90,7 @@ async def test_the_prefix_cache_is_kept_and_known_and_old_sessions_end() -> None
         assert worker.load().cached_blocks == cached
         request = token_request(prompt, 5)
         async with asyncio.timeout(WAIT):
-            while running.registry._look_up(request).matched.get(worker.worker_id, 0) < 48:
+            while running.registry._look_up(request).matched.num_tokens(worker.worker_id) < 48:
                 await asyncio.sleep(0.002)
         placement = running.registry.place(request)
         assert placement is not None

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
 from tandem.router.dispatch.worker_client import WorkerClient, WorkerStream
-from tandem.tests.peers import IDENTITY
-from tandem.tests.router.fake_worker import FakeWorker, token
+from tandem.tests.router.fake_worker import FakeWorker, open_session, token
 from tandem.tests.router.pieces import pieces
 from tandem.tests.waits import WAIT
 
@@ -47,11 +46,10 @@ async def connected(
     worker = FakeWorker()
     await worker.server.start()
     loads: list[int] = []
-    client = WorkerClient(
+    client = open_session(
         WORKER,
         worker.address,
-        IDENTITY,
-        lambda client, message: loads.append(message.load.num_waiting),
+        on_message=lambda client, message: loads.append(message.load.num_waiting),
         room_elsewhere=room_elsewhere,
     )
     try:
@@ -320,9 +318,7 @@ async def test_a_submit_at_the_moment_of_the_break_fails() -> None:
 
 async def test_a_client_closed_before_its_session_began_breaks_too() -> None:
     breaks: list[bool] = []
-    client = WorkerClient(
-        WORKER, "127.0.0.1:1", IDENTITY, lambda *_: None, lambda client: breaks.append(True)
-    )
+    client = open_session(WORKER, "127.0.0.1:1", on_break=lambda client: breaks.append(True))
     reader = Reader(client, "a")
     async with asyncio.timeout(WAIT):
         await client.close()

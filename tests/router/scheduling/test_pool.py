@@ -65,7 +65,7 @@ def candidates(
     matched = registry._look_up(asked).matched
     return {
         worker_id: make_candidate(worker, registry._speeds)._replace(
-            matched_tokens=matched.get(worker_id, 0)
+            matched_tokens=matched.num_tokens(worker_id)
         )
         for worker_id, worker in registry._workers.items()
         if worker.info.role == role

@@ -597,5 +597,6 @@ def test_a_worker_with_states_is_found_by_its_last_point() -> None:
     chain = hash_chain(range(1600), 16)
     for worker_id in ("d0", "d1"):
         report(registry, worker_id, stored=[chain[9], chain[59]])
-    assert registry._look_up(request(range(1600))).matched == {"d0": 960}
-    assert registry._look_up(request(range(900))).matched == {"d0": 160}
+    for length, num_held in ((1600, 960), (900, 160)):
+        matched = registry._look_up(request(range(length))).matched
+        assert [matched.num_tokens(each) for each in ("d0", "d1")] == [num_held, 0]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tandem.tests.bench.engine.adapters import random_adapter
 from tandem.tests.tiny import FAMILIES, ROUTED, STATEFUL, tiny_config
 from tandem.tests.tiny_tokenizer import make_tokenizer
 from tandem.tests.watermarks import WATERMARK
@@ -18,7 +19,7 @@ from tandem.tests.workers.spans import as_table, span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.kv_cache.layout import GPU_QUANTIZED, KvLayout, LayerGeometry
 from tandem.workers.model import adapter, graphs
-from tandem.workers.model.adapter import AdapterTable, random_adapter
+from tandem.workers.model.adapter import AdapterTable
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions
 from tandem.workers.model.config import Fields, ModelConfig
 from tandem.workers.model.generic import attention

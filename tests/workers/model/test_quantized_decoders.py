@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.tests.bench.engine.options import ROUNDED
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.tiny_multimodal import make_tiny_multimodal
@@ -30,7 +31,6 @@ from tandem.workers.model.quant.base import LinearMethod
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.quant.stored import StoredLinearMethod
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
-from tandem.workers.model.registry import ROUNDED
 from tandem.workers.model.runner import ModelRunner
 
 NO_LATENTS = {"names": r"layers\.(?!.*kv_b_proj)", "num_key_value_heads": 8}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tandem.tests.bench.engine.options import ROUNDED
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, prompt, reference, reference_greedy
 from tandem.tests.workers.model.test_parallel import on_ranks
@@ -27,7 +28,7 @@ from tandem.workers.model.quant.integer import (
     round_weight,
 )
 from tandem.workers.model.quant.rounded import RoundedLinearMethod
-from tandem.workers.model.registry import ROUNDED, with_quantization
+from tandem.workers.model.registry import with_quantization
 from tandem.workers.model.runner import ModelRunner
 
 ROUNDS_INPUTS = cpu.linear_form("_int") not in (0, cpu.WIDENED)

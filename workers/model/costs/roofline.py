@@ -28,11 +28,6 @@ class Roofline:
         is_memory = work.num_bytes / self.bytes_per_s >= work.flops / self.flops_per_s
         return "memory" if is_memory else "compute"
 
-    @property
-    def ridge(self) -> float:
-        """Returns the FLOPs for each byte above which work is bound by compute."""
-        return self.flops_per_s / self.bytes_per_s
-
 
 class Device(NamedTuple):
     """Holds the figures of a GPU's data sheet."""
