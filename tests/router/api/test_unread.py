@@ -211,12 +211,13 @@ class Exchange:
             interface="asgi3",
             lifespan="off",
             log_config=None,
+            log_level="error",
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=3_600,
             ws="none",
         )
-        bounds = ConnectionBounds(stall_seconds=STALL_SECONDS)
+        bounds = ConnectionBounds(stall_seconds=STALL_SECONDS, head_seconds=3_600)
         self.connection = HttpConnection(config, ServerState(), {}, bounds=bounds)
         self.transport = UnreadTransport(self.connection)
         self.connection.connection_made(self.transport)
