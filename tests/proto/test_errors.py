@@ -9,7 +9,9 @@ from tandem.proto import errors
 KINDS = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, errors.TandemError)
+    if isinstance(kind, type)
+    and issubclass(kind, errors.TandemError)
+    and kind is not errors.TandemError  # which is never raised itself
 ]
 
 
