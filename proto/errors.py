@@ -21,7 +21,7 @@ Unavailable have `retry_after` in seconds: servers send it, and the clients of r
 after that time.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class TandemError(Exception):
@@ -85,6 +85,11 @@ class ContextExceeded(PromptTooLong, code="INVALID_ARGUMENT", http_status=400):
         self.num_prompt = num_prompt
         self.num_generated = num_generated
         self.context = context
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the arguments: Exception would give the text alone to a new object."""
+        given = (self.num_prompt, self.num_generated, self.context, self.field)
+        return type(self), given, self.__dict__
 
 
 class UnknownEncoding(InvalidArgument, code="INVALID_ARGUMENT", http_status=415):

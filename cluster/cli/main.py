@@ -125,7 +125,9 @@ def _describe(error: Exception) -> str:
 def _open_standard_files() -> None:
     """Opens /dev/null for each of stdin, stdout and stderr that the caller has closed.
 
-    Otherwise other files would get their numbers, and Python has None for them.
+    Otherwise other files would get their numbers, and Python has None for them. Output that the
+    encoding of a terminal lacks becomes question marks, instead of an error in the middle of an
+    answer.
     """
     for number in range(3):
         try:
@@ -137,6 +139,9 @@ def _open_standard_files() -> None:
         sys.stdin.reconfigure(errors="strict")
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, TextIOWrapper) and output.errors == "strict":
+            output.reconfigure(errors="replace")
 
 
 def _drop_output() -> None:

@@ -194,8 +194,10 @@ class LLM:
         self, prompt: str | Sequence[int], sampling_params: Options | None = None
     ) -> "LocalStream":
         """Continues a text or token ids; the result yields pieces, and `close` ends it early."""
-        request = generate_request(text_prompt(prompt), sampling_params or Options())
-        return LocalStream(self, self._loop.run(self._engine.prepare(request)))
+        with _naming_prompt("prompt"):
+            request = generate_request(text_prompt(prompt), sampling_params or Options())
+            prepared = self._loop.run(self._engine.prepare(request))
+        return LocalStream(self, prepared)
 
     def stream_chat(
         self,
@@ -204,8 +206,10 @@ class LLM:
         **options: Unpack[TemplateOptions],
     ) -> "LocalStream":
         """Answers a conversation piece by piece, like `stream`."""
-        request = generate_request(chat_prompt(messages, options), sampling_params or Options())
-        return LocalStream(self, self._loop.run(self._engine.prepare(request)))
+        with _naming_prompt("messages"):
+            request = generate_request(chat_prompt(messages, options), sampling_params or Options())
+            prepared = self._loop.run(self._engine.prepare(request))
+        return LocalStream(self, prepared)
 
     def perplexity(
         self,
@@ -456,6 +460,8 @@ async def _answer(
     for i, prompt in enumerate(prompts):
         with _naming_prompt(name, i):
             prepared.append(await engine.prepare(generate_request(prompt, parameters[i])))
+        # Lets streams and running requests go on: the checks of short prompts never wait.
+        await asyncio.sleep(0)
 
     async def complete(
         numbered: "tuple[int, PreparedRequest]",
@@ -483,14 +489,14 @@ def _naming_arguments(keys: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_prompt(name: str, index: int) -> Iterator[None]:
-    """Makes an error name the prompt that it is about."""
+def _naming_prompt(name: str, index: int | None = None) -> Iterator[None]:
+    """Makes an error name the prompt that it is about; `index`: None for a single prompt."""
     try:
         yield
     except InvalidArgument as error:
-        field = f"{name}[{index}]"
-        if not error.field.startswith("prompt"):
-            field = f"{field}, {error.field}"
+        field = name if index is None else f"{name}[{index}]"
+        if not re.match(r"prompt\b", error.field):  # a parameter, such as prompt_logprobs
+            field = error.field if index is None else f"{field}, {error.field}"
         raise InvalidArgument(error.message.removeprefix(f"{error.field}: "), field) from error
 
 

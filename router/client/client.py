@@ -10,15 +10,14 @@ Every call raises the errors of `tandem.proto.errors`: InvalidArgument (with the
 Overloaded and Unavailable (with `retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled,
 Unauthenticated, PermissionDenied, InternalError. `timeout` is the maximum of seconds for the whole
 call; without it a call has no time limit. A call that fails with a `retry_after` before its first
-token is tried again, `max_retries` times in a row. A stream whose router is lost continues at the
-next of several addresses, or at the only one. More examples: docs/clients/. One file because the
-two clients offer the same calls.
+token is tried again, `max_retries` times in a row, unless it loads or unloads an adapter. A stream
+whose router is lost continues at the next of several addresses, or at the only one. More examples:
+docs/clients/. One file because the two clients offer the same calls.
 """
 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 import grpc
@@ -74,26 +73,26 @@ class _Generation:
 
     def __init__(self, routed: RoutedCall, request: inference_pb2.GenerateRequest) -> None:
         self.collector = Collector()
-        self._routed = routed
+        self.routed = routed
         self._request = request
         self._has_begun = False  # the present try has answered
 
     def start(self) -> Any:
         """Returns a call of gRPC for the rest of the stream."""
         self._has_begun = False
-        return self._routed.start(self.collector.resumed(self._request))
+        return self.routed.start(self.collector.resumed(self._request))
 
     def delta(self, message: inference_pb2.GenerateResponse) -> Delta:
         self._has_begun = True
         if message.token_ids:
-            self._routed.retries.reset()
+            self.routed.retries.reset()
         return self.collector.delta(message)
 
     def delay(self, error: TandemError) -> float:
         """Returns the seconds until the next try. Raises `error` if there is no next try."""
         if self._has_begun and not (isinstance(error, Unavailable) and self.collector.can_resume):
             raise error
-        return self._routed.delay(error)
+        return self.routed.delay(error)
 
 
 class Stream:
@@ -120,7 +119,7 @@ class Stream:
                 error = wire.error_of(failure)
             if self._collector.is_complete:
                 raise StopIteration
-            if self._cancelled.wait(self._generation.delay(error)):
+            if self._generation.routed.wait(self._generation.delay(error), self._cancelled):
                 raise Cancelled(CANCELLED)
             self._call = self._generation.start()
             if self._cancelled.is_set():  # while the call was started
@@ -159,15 +158,16 @@ class AsyncStream:
         self._generation = generation
         self._collector = generation.collector
         self._cancelled = asyncio.Event()
-        self._call: Any = generation.start()  # None between two tries
+        self._call: Any = generation.start()  # None in the wait for the next try
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
         while True:
-            # grpc.aio would raise CancelledError, as if this task had been cancelled.
-            if self._cancelled.is_set():
+            # grpc.aio would raise CancelledError, as if this task had been cancelled. Without a
+            # call, the reader was cancelled in the wait for the next try, as by a timeout.
+            if self._cancelled.is_set() or self._call is None:
                 raise Cancelled(CANCELLED)
             try:
                 message = await self._call.read()
@@ -183,10 +183,8 @@ class AsyncStream:
                 raise StopAsyncIteration
             delay = self._generation.delay(error)
             self._call = None
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._cancelled.wait()
-                    raise Cancelled(CANCELLED)
+            if await self._generation.routed.wait_async(delay, self._cancelled):
+                raise Cancelled(CANCELLED)
             self._call = self._generation.start()
         if message is grpc.aio.EOF:
             self._collector.ended(await self._call.trailing_metadata())
@@ -273,6 +271,10 @@ class _BaseClient(Generic[_S]):
     def _health_call(self, timeout: Seconds) -> RoutedCall:
         return self._routed(lambda router: router.health.Check, timeout, len(self._routers.all) - 1)
 
+    def _single_try(self, choose: Callable[[RouterStubs], Any], timeout: Seconds) -> RoutedCall:
+        """Makes a call that is not tried again, since it fails if a lost answer was a success."""
+        return self._routed(choose, timeout, max_retries=0)
+
     def _routed(
         self, choose: Callable[[RouterStubs], Any], timeout: Seconds, max_retries: int
     ) -> RoutedCall:
@@ -345,12 +347,12 @@ class Client(_BaseClient[Stream]):
         The key must be an operator's.
         """
         request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
-        self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
+        call(self._single_try(lambda router: router.inference.LoadLoraAdapter, timeout), request)
 
     def unload_lora_adapter(self, name: str, *, timeout: Seconds = None) -> None:
         """Makes the service refuse new requests for an adapter. The key must be an operator's."""
         request = inference_pb2.UnloadLoraAdapterRequest(lora_name=name)
-        self._call(lambda router: router.inference.UnloadLoraAdapter, request, timeout)
+        call(self._single_try(lambda router: router.inference.UnloadLoraAdapter, timeout), request)
 
     def health(self, *, timeout: Seconds = None) -> bool:
         """Returns True if the service can be reached and reports that it can answer."""
@@ -362,7 +364,7 @@ class Client(_BaseClient[Stream]):
 
     def close(self) -> None:
         """Closes the connections; requests that still run raise Cancelled."""
-        self._routers.is_closed = True
+        self._routers.close()
         for router in self._routers.all:
             router.channel.close()
 
@@ -454,12 +456,14 @@ class AsyncClient(_BaseClient[AsyncStream]):
         The key must be an operator's.
         """
         request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
-        await self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
+        routed = self._single_try(lambda router: router.inference.LoadLoraAdapter, timeout)
+        await call_async(routed, request)
 
     async def unload_lora_adapter(self, name: str, *, timeout: Seconds = None) -> None:
         """Makes the service refuse new requests for an adapter. The key must be an operator's."""
         request = inference_pb2.UnloadLoraAdapterRequest(lora_name=name)
-        await self._call(lambda router: router.inference.UnloadLoraAdapter, request, timeout)
+        routed = self._single_try(lambda router: router.inference.UnloadLoraAdapter, timeout)
+        await call_async(routed, request)
 
     async def health(self, *, timeout: Seconds = None) -> bool:
         """Returns True if the service can be reached and reports that it can answer."""
@@ -471,7 +475,7 @@ class AsyncClient(_BaseClient[AsyncStream]):
 
     async def close(self) -> None:
         """Closes the connections; requests that still run raise Cancelled."""
-        self._routers.is_closed = True
+        self._routers.close()
         for router in self._routers.all:
             await router.channel.close()
 

@@ -5,8 +5,9 @@ Of several addresses all calls use one, until it fails.
 
 import asyncio
 import random
-import time
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import grpc
@@ -45,6 +46,7 @@ class Routers:
             raise InvalidArgument("must be HOST:PORT of each router, one or more", "address")
         self.all = [RouterStubs(open_channel(name)) for name in names]
         self.is_closed = False
+        self._waits = set[threading.Event | asyncio.Event]()  # that `close` ends
         # Random, so that clients with the same list use all routers.
         self._current = random.randrange(len(self.all))
 
@@ -56,6 +58,26 @@ class Routers:
         """Makes the next router the current one, unless another call has already left `failed`."""
         if self.current is failed:
             self._current = (self._current + 1) % len(self.all)
+
+    def close(self) -> None:
+        """Makes the next tries of all calls raise Cancelled, and ends the waits before them.
+
+        The owner of the channels closes them.
+        """
+        self.is_closed = True
+        for event in tuple(self._waits):
+            event.set()
+
+    @contextmanager
+    def ending(self, event: threading.Event | asyncio.Event) -> Iterator[None]:
+        """While this context is open, `close` sets `event`."""
+        self._waits.add(event)
+        try:
+            if self.is_closed:  # since before the event was there
+                event.set()
+            yield
+        finally:
+            self._waits.discard(event)
 
 
 class RoutedCall:
@@ -89,6 +111,18 @@ class RoutedCall:
             self._routers.leave(self._router)
         return self.retries.delay(error)
 
+    def wait(self, seconds: float, cancelled: threading.Event) -> bool:
+        """Waits before the next try; returns True if `cancelled` is set or the client is closed."""
+        with self._routers.ending(cancelled):
+            return cancelled.wait(seconds)
+
+    async def wait_async(self, seconds: float, cancelled: asyncio.Event) -> bool:
+        """Waits as `wait` does, in an event loop."""
+        with self._routers.ending(cancelled), suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await cancelled.wait()
+        return cancelled.is_set()
+
 
 def call(routed: RoutedCall, request: Message) -> Any:
     """Makes a unary call with its retries. Raises a TandemError."""
@@ -97,7 +131,7 @@ def call(routed: RoutedCall, request: Message) -> Any:
             return routed.start(request)
         except grpc.RpcError as failure:
             error = wire.error_of(failure)
-        time.sleep(routed.delay(error))
+        routed.wait(routed.delay(error), threading.Event())
 
 
 def is_task_cancelled() -> bool:
@@ -120,4 +154,4 @@ async def call_async(routed: RoutedCall, request: Message) -> Any:
             if is_task_cancelled():
                 raise
             raise Cancelled(CANCELLED) from None
-        await asyncio.sleep(routed.delay(error))
+        await routed.wait_async(routed.delay(error), asyncio.Event())

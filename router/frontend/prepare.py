@@ -47,7 +47,7 @@ from .validation import (
 )
 from .words import encode_bad_words, find_stop_tokens
 
-_BYTES_PER_TOKEN: Final = 4  # of typical text
+BYTES_PER_TOKEN: Final = 4  # of typical text
 _PATTERN_MICROSECONDS: Final = 256  # to compile a character of stop_regex, at most
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI and vLLM, except for chats
 
@@ -277,7 +277,7 @@ async def encode_prompt(
         else:
             ids = list(prompt.token_ids.ids)
     except (InvalidArgument, asyncio.CancelledError):  # the work was done
-        caller.quota.take_tokens(prompt.ByteSize() // _BYTES_PER_TOKEN)
+        caller.quota.take_tokens(prompt.ByteSize() // BYTES_PER_TOKEN)
         raise
     caller.quota.take_tokens(len(ids))
     return ids

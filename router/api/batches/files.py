@@ -63,7 +63,11 @@ async def upload_file(service: GenerationService, request: Request) -> Response:
         check_can_keep(request.state.caller)
         with _uploading(request.state.caller.tenant):
             return await respond(
-                request, answer, max_bytes=MAX_FILE_BYTES + _FORM_BYTES, is_form=True
+                request,
+                answer,
+                max_bytes=MAX_FILE_BYTES + _FORM_BYTES,
+                is_form=True,
+                outlives_client=True,
             )
     except TandemError as error:  # `respond` raises none
         return RefusedBody(error_response(error))

@@ -17,7 +17,8 @@ from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument, PromptTooLong
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
-from ...frontend.prepare import ServedModel
+from ...frontend.prepare import BYTES_PER_TOKEN, ServedModel
+from ...frontend.tokenizer import Tokenizer
 from .answers import error_response
 from .bodies import (
     WHOLE,
@@ -132,7 +133,8 @@ async def make_score_request(
     """Makes a prompt of each pair of texts; a single text 1 is paired with every text 2.
 
     Also returns where text 2 starts in each prompt. Charges the caller for the whole texts of all
-    pairs. Raises InvalidArgument, and Overloaded if the caller has no tokens left.
+    pairs, as soon as they are encoded. Raises InvalidArgument, and Overloaded if the caller has no
+    tokens left.
     """
     tokenizer = model.tokenizer
     firsts = body.text_1
@@ -149,14 +151,8 @@ async def make_score_request(
             most = limits.MAX_PROMPT_CHARACTERS
             check_count(len(text), most, "characters", f"{field}[{i}]", PromptTooLong)
     caller.quota.check_tokens()
-    before = await tokenizer.encode_all(firsts, fairness_id=caller.fairness_id)
-    caller.quota.take_tokens(sum(map(len, before)))
-    _check_not_empty(before, "text_1")
-    after = await tokenizer.encode_all(
-        seconds, add_special_tokens=False, fairness_id=caller.fairness_id
-    )
-    caller.quota.take_tokens(sum(map(len, after)))
-    _check_not_empty(after, "text_2")
+    before = await _encode(firsts, "text_1", tokenizer, caller)
+    after = await _encode(seconds, "text_2", tokenizer, caller, add_special_tokens=False)
     copies = before * (len(after) // len(before) - 1)
     caller.quota.take_tokens(sum(map(len, copies)))
     before += copies
@@ -180,11 +176,32 @@ async def make_score_request(
     return request, [max(min(len(first), kept - len(second)), 0) for first, second in pairs]
 
 
-def _check_not_empty(texts: Sequence[Sequence[int]], field: str) -> None:
-    """Raises InvalidArgument if a text has no tokens."""
-    for i, ids in enumerate(texts):
+async def _encode(
+    texts: Sequence[str],
+    field: str,
+    tokenizer: Tokenizer,
+    caller: Caller,
+    *,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """Returns the token ids of the texts in `field`, and charges the caller for them.
+
+    Texts that are refused or cancelled are charged by their size. Raises InvalidArgument if a text
+    has no tokens, and Overloaded if too many texts wait.
+    """
+    try:
+        encoded = await tokenizer.encode_all(
+            texts, add_special_tokens=add_special_tokens, fairness_id=caller.fairness_id
+        )
+    except (InvalidArgument, asyncio.CancelledError):  # the work was done
+        num_bytes = sum(each.ByteSize() for each in prompt_messages(texts))
+        caller.quota.take_tokens(num_bytes // BYTES_PER_TOKEN)
+        raise
+    caller.quota.take_tokens(sum(map(len, encoded)))
+    for i, ids in enumerate(encoded):
         if not ids:
             raise InvalidArgument("has no tokens; the minimum is 1", f"{field}[{i}]")
+    return encoded
 
 
 async def _render_embeddings(

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from ....proto.errors import (
     Cancelled,
@@ -37,6 +38,7 @@ _T = TypeVar("_T")
 
 _MAX_BODY_SECONDS: Final = 60
 _GZIP_BITS: Final = 16 + zlib.MAX_WBITS  # makes zlib expect the header of a gzip file
+_DISCONNECTED: Final = "the client has disconnected"
 
 
 async def respond(
@@ -46,11 +48,13 @@ async def respond(
     *,
     max_bytes: int = MAX_MESSAGE_BYTES,
     is_form: bool = False,
+    outlives_client: bool = False,
     keepalive_seconds: float | None = None,
 ) -> Response:
     """Reads the body and answers it; turns errors into responses of `form`.
 
-    `max_bytes`: of the body. `is_form`: the body is not JSON. `keepalive_seconds`: of a stream, as
+    `max_bytes`: of the body. `is_form`: the body is not JSON. `outlives_client`: the work goes
+    on if the client disconnects, because it stores something. `keepalive_seconds`: of a stream, as
     in RequestContext. The header `x-request-id` of the response has the request's id.
     """
     arrived = time.monotonic()
@@ -76,7 +80,10 @@ async def respond(
                 check_json(request.headers)
             if is_gzip:
                 body = await PARSER.run(context.caller.fairness_id, len(body), _gunzip, body)
-            response = await answer(body, request_id, context)
+            answered = answer(body, request_id, context)
+            if not outlives_client:
+                answered = _while_connected(request.receive, answered)
+            response = await answered
     except TooLarge as error:
         response = form.error_response(error, http_field)
         if not is_read:
@@ -149,8 +156,34 @@ async def _read(request: Request, most: int) -> bytes:
             f"the body did not arrive within {_MAX_BODY_SECONDS} seconds"
         ) from None
     except ClientDisconnect:
-        raise Cancelled("the client has disconnected") from None
+        raise Cancelled(_DISCONNECTED) from None
     raise _too_large(most)
+
+
+async def _while_connected(receive: Receive, result: Awaitable[_T]) -> _T:
+    """Awaits `result`. Cancels it and raises Cancelled when the client disconnects."""
+    scope = asyncio.timeout(None)
+
+    async def watch() -> None:
+        await disconnected(receive)
+        scope.reschedule(0)  # a time that has passed
+
+    watching = asyncio.create_task(watch())
+    try:
+        async with scope:
+            return await result
+    except TimeoutError:
+        if scope.expired():
+            raise Cancelled(_DISCONNECTED) from None
+        raise
+    finally:
+        watching.cancel()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Waits until the client disconnects; ignores the rest of the body."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _too_large(most: int) -> TooLarge:

@@ -32,6 +32,7 @@ from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
 from .keep_alive import EventSender
 from .openapi import LEFT_OUT, MAX_TOKENS, REQUEST_ID
 from .requests import AnyRequest
+from .respond import disconnected
 from .resume import event_signer, keep_alive_after_id, with_event_id, with_id
 from .writers import AnswerForm, StreamWriter, TokenIds
 
@@ -243,17 +244,12 @@ async def _interleave(
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Runs `work`; cancels it if the client disconnects or the caller is cancelled."""
     working = asyncio.create_task(work)
-    disconnected = asyncio.create_task(_disconnected(receive))
+    leaving = asyncio.create_task(disconnected(receive))
     try:
-        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         working.cancel()
-        disconnected.cancel()
-        await asyncio.gather(working, disconnected, return_exceptions=True)
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
     if not working.cancelled():
         working.result()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -153,7 +153,6 @@ class HttpConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_unwritten = 0  # bytes, when the write timer was set
-        self._has_resumed = False  # since the write timer was set
         # Of a head or of trailers: bytes since the end of the last head or the last part of a body.
         self._head_bytes = 0
         self._name = secrets.token_hex(16)  # an address and a port belong to another client later
@@ -253,7 +252,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._has_resumed = True
+        self._watch_writes()
         self._update()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -261,6 +260,7 @@ class HttpConnection(HttpToolsProtocol):
         if cycle.scope["http_version"] < "1.1":
             app = _unchunked(app, cycle)
         self._answered = cycle
+        self._watch_writes()
         if self._is_pipelined:
             self._has_turn = False
             when = self._bounds.next_pipelined(self.loop.time())
@@ -350,18 +350,24 @@ class HttpConnection(HttpToolsProtocol):
                 return None
 
     def _watch_writes(self) -> None:
-        """Checks from now on that the client reads the written bytes, until it has read all."""
-        if self._write_timer is None and self.transport.get_write_buffer_size():
-            self._num_unwritten = self.transport.get_write_buffer_size()
-            self._has_resumed = False
+        """Checks from now on that the client reads what is written, until it has read all.
+
+        While an answer is written, nothing is checked: the buffer shows what the client has read
+        only if nothing more comes into it. Writing pauses above the buffer's bound.
+        """
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        is_written = self._answered is not None and not self._answered.response_complete
+        if is_written and not (self.flow.write_paused or self.transport.is_closing()):
+            return
+        if num_bytes := self.transport.get_write_buffer_size():
+            self._num_unwritten = num_bytes
             self._write_timer = self.loop.call_later(self._bounds.stall_seconds, self._check_writes)
 
     def _check_writes(self) -> None:
-        self._write_timer = None
         num_bytes = self.transport.get_write_buffer_size()
-        if not num_bytes:
-            return
-        if not self._has_resumed and num_bytes > self._num_unwritten - _LEAST_PROGRESS_BYTES:
+        if num_bytes > max(self._num_unwritten - _LEAST_PROGRESS_BYTES, 0):
             self.transport.abort()
         else:
             self._watch_writes()

@@ -432,13 +432,16 @@ def _split_prompt_logprobs(
 ) -> Iterator[inference_pb2.GenerateResponse]:
     """Yields the message in parts of at most _PROMPT_LOGPROBS_PER_MESSAGE prompt log probabilities.
 
-    The last part is the message itself, with the rest. gRPC clients refuse messages above 4 MB.
+    The last part is the message itself, with the rest. The other parts repeat the numbers that the
+    first message of a stream has. gRPC clients refuse messages above 4 MB.
     """
     while len(message.prompt_logprobs) > _PROMPT_LOGPROBS_PER_MESSAGE:
         yield inference_pb2.GenerateResponse(
             request_id=message.request_id,
             first_index=message.first_index,
             choice=message.choice,
+            cached_tokens=message.cached_tokens,
+            cache_write_tokens=message.cache_write_tokens,
             prompt_logprobs=message.prompt_logprobs[:_PROMPT_LOGPROBS_PER_MESSAGE],
         )
         del message.prompt_logprobs[:_PROMPT_LOGPROBS_PER_MESSAGE]

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
+from ...deadline import before
 from ...frontend.fair_threads import COPYING
 from ...frontend.prepare import RequestContext
 from ..anthropic.answers import ANTHROPIC_FORM
@@ -84,7 +85,8 @@ async def _score(
     """Scores text_2 given text_1 with log probabilities."""
     parsed = await off_loop(context.caller.fairness_id, body, partial(parse, ScoreBody))
     model = service.model(parsed.model or "")
-    request, starts = await make_score_request(parsed, model, request_id, context.caller)
+    made = make_score_request(parsed, model, request_id, context.caller)
+    request, starts = await before(context.deadline, made)
     return GenerationResponse(service, request, context, score_form(starts))
 
 
@@ -94,7 +96,8 @@ async def _rerank(
     """Scores documents for a query."""
     parsed = await off_loop(context.caller.fairness_id, body, partial(parse, RerankBody))
     model = service.model(parsed.model or "")
-    request, lengths = await make_rerank_request(parsed, model, request_id, context.caller)
+    made = make_rerank_request(parsed, model, request_id, context.caller)
+    request, lengths = await before(context.deadline, made)
     return GenerationResponse(service, request, context, rerank_form(lengths))
 
 
@@ -188,6 +191,11 @@ Answer = Callable[[GenerationService, bytes, str, RequestContext], Awaitable[Res
 
 ANTHROPIC_PATH: Final = "/v1/messages"
 """Its errors, and those of the paths below it, have Anthropic's form."""
+
+STORING_PATHS: Final = frozenset(
+    {"/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
+"""Their work goes on if the client disconnects: it changes what the service stores or serves."""
 
 _LINE: Final = {"description": "OK", "content": {"text/plain": {}}}
 _SCORES: Final = (

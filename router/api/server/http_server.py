@@ -32,7 +32,7 @@ from ..service import GenerationService
 from .audit import AuditLog
 from .connection import ConnectionBounds
 from .gate import browser_gate, key_gate
-from .http_operations import ANTHROPIC_PATH, POSTS
+from .http_operations import ANTHROPIC_PATH, POSTS, STORING_PATHS
 from .listener import HttpListener
 from .stored_operations import STORED
 
@@ -125,6 +125,7 @@ class HttpServer:
                 respond,
                 answer=partial(answer, self._service),
                 form=_form(path),
+                outlives_client=path in STORING_PATHS,
                 keepalive_seconds=self._keepalive_seconds,
             )
             routes.append(Route(path, endpoint, methods=["POST"]))

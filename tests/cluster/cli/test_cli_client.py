@@ -100,6 +100,20 @@ def test_this_holds_in_the_locale_of_containers(service: StubService) -> None:
     assert (done.returncode, done.stderr) == (2, b"error: prompt: stdin: not UTF-8\n")
 
 
+def test_what_the_encoding_of_a_terminal_lacks_becomes_question_marks(service: StubService) -> None:
+    done = subprocess.run(
+        [*TANDEM, "generate", "Zürich 東京", "--target", service.address],
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=WAIT,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "<Zürich ??>\n".encode("latin-1"),
+        b"",
+    )
+
+
 def test_a_byte_order_mark_is_no_part_of_a_text(service: StubService, tmp_path: Path) -> None:
     file, text = tmp_path / "prompt.txt", "\ufeffhi\n"
     file.write_text(text, encoding="utf-8")

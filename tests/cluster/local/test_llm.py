@@ -2,6 +2,7 @@
 behind.
 """
 
+import asyncio
 import gc
 import json
 import math
@@ -26,13 +27,14 @@ from transformers import AutoModelForCausalLM
 
 from tandem import LLM, LoRARequest, RequestOutput, SamplingParams
 from tandem.cluster.local import engine
-from tandem.cluster.local.llm import LocalStream, _read_prompt
+from tandem.cluster.local.llm import LocalStream, _answer, _read_prompt
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from tandem.router import adapters
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
+from tandem.router.client.request import text_prompt
 from tandem.router.client.types import Choice, Options
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.prepared import PreparedRequest
@@ -437,6 +439,15 @@ def test_a_stream_has_the_same_tokens_and_can_be_left(llm: LLM) -> None:
         ),
         (lambda llm: llm.generate(), "prompts: give either"),
         (lambda llm: llm.chat([[{"role": "user", "content": "a"}], []]), "messages[1]"),
+        (
+            lambda llm: llm.generate("a", {"prompt_logprobs": 99}),
+            "prompts[0], prompt_logprobs: must be",
+        ),
+        (lambda llm: llm.stream("b" * 9000, GREEDY), "prompt: "),
+        (
+            lambda llm: llm.stream_chat([{"role": "user", "content": "b" * 9000}], GREEDY),
+            "messages: ",
+        ),
         (lambda llm: llm.stream("a", {"top_p": 0.0}), "sampling.top_p: must be"),
     ],
 )
@@ -446,8 +457,33 @@ def test_a_wrong_prompt_is_named_before_anything_runs(
     before = num_submitted(llm)
     with pytest.raises(InvalidArgument) as caught:
         call(llm)
+    assert type(caught.value) is InvalidArgument
     assert str(caught.value).startswith(named), str(caught.value)
     assert num_submitted(llm) == before
+
+
+async def test_others_go_on_while_many_prompts_are_prepared() -> None:
+    order = list[str]()
+
+    class Engine:
+        max_sequences = 1
+
+        async def prepare(self, _request: inference_pb2.GenerateRequest) -> None:
+            order.append("prepare")
+
+        async def complete(self, _request: None) -> None:
+            pass
+
+    async def do_other_work() -> None:
+        while len(order) < 6:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    prompts = [text_prompt("a")] * 3
+    engine: Any = Engine()
+    answering = _answer(engine, "prompts", prompts, [Options()] * 3, lambda: None)
+    await asyncio.gather(answering, do_other_work())
+    assert order == ["prepare", "other"] * 3
 
 
 @pytest.mark.parametrize(

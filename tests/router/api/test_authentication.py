@@ -29,6 +29,7 @@ from tandem.router.auth.rate import Quota
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import API_KEY_VARIABLE
 from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.conftest import Service
@@ -435,7 +436,6 @@ async def test_every_tokenization_is_charged(
     ("path", "said"),
     [
         ("/score", {"text_1": "seven b", "text_2": ["eight by", "four"]}),
-        ("/rerank", {"query": "a", "documents": ["b", "c"]}),
         ("/detokenize", {"tokens": [104] * 5_000}),
     ],
 )
@@ -456,6 +456,39 @@ async def test_a_deadline_saves_no_tokens(
         assert answer.status_code == status
         charged.append(sum(taken))
     assert charged[0] == charged[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "encoder"),
+    [
+        ("/score", {"text_1": "x" * 400, "text_2": "y"}, "encode_all"),
+        ("/rerank", {"query": "x" * 400, "documents": ["b", "c"]}, "encode_chat"),
+    ],
+)
+async def test_a_deadline_ends_the_encoding_of_texts_which_is_charged(
+    authenticator: Authenticator,
+    http: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    said: dict[str, Any],
+    encoder: str,
+) -> None:
+    async def encode_all(_self: Tokenizer, texts: list[str], **_options: Any) -> list[list[int]]:
+        if encoder == "encode_all":
+            await asyncio.Event().wait()
+        return [[1] for _ in texts]
+
+    async def encode_chat(*_args: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Tokenizer, "encode_all", encode_all)
+    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat)
+    authenticator.replace([api_key("ada", tokens_per_minute=1_000_000_000)])
+    taken = list[int]()
+    monkeypatch.setattr(authenticator.caller("Bearer ada", "").quota, "take_tokens", taken.append)
+    headers = bearer("ada") | {REQUEST_TIMEOUT: "1e-6"}
+    assert (await http.post(path, json=said, headers=headers)).status_code == 504
+    assert sum(taken) >= 100
 
 
 async def test_one_score_may_use_more_tokens_than_are_left(

@@ -249,7 +249,8 @@ async def test_log_probabilities_of_a_long_prompt_come_in_messages_that_every_cl
     model: ServedModel,
 ) -> None:
     long = replace(model, context_tokens=16_384)
-    server = GrpcServer(GenerationService([long], FakeTokenSource()), reflection=False)
+    source = FakeTokenSource(cached_tokens=5)
+    server = GrpcServer(GenerationService([long], source), reflection=False)
     async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         asked = request(
             prompt={"text": "x" * 15_000}, prompt_logprobs=20, stopping={"max_tokens": 2}
@@ -260,6 +261,7 @@ async def test_log_probabilities_of_a_long_prompt_come_in_messages_that_every_cl
     found = [entry for message in messages for entry in message.prompt_logprobs]
     assert [entry.token.HasField("logprob") for entry in found] == [False] + [True] * 14_999
     assert [message.first_index for message in messages if message.token_ids] == [0, 1]
+    assert messages[0].cached_tokens == messages[-1].usage.cached_tokens == 5
 
 
 @pytest.mark.parametrize("stall_after", [0, 3])

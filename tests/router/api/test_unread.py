@@ -1,17 +1,24 @@
-"""Tests that streams without a reader do not hold resources that other requests need."""
+"""Tests that answers without a reader hold no resources, and that who reads is not disconnected."""
 
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 import httpx
 import pytest
+import uvicorn
+from hypothesis import example, given
+from hypothesis import strategies as st
+from uvicorn.server import ServerState
 
+from tandem.cluster.sim.loop import run_simulated
 from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.router.api.server.connection import ConnectionBounds, HttpConnection
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.dispatch.dispatcher import Dispatcher
@@ -141,3 +148,154 @@ async def test_two_unread_streams_stop_no_other_request(tokenizer: Tokenizer, ap
         assert free is not None
         assert size is not None
         assert free.sequences == size.sequences
+
+
+STALL_SECONDS = 10.0
+HIGH, LOW = 64 * 2**10, 16 * 2**10  # bytes, between which asyncio pauses and resumes writing
+
+Answer = Sequence[tuple[float, int]]
+"""The parts of an answer: the seconds before each, and its bytes."""
+
+
+class UnreadTransport(asyncio.Transport):
+    """Holds what a connection writes until `read` takes it, with the bounds of asyncio."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1)})
+        self.num_unread = 0
+        self.is_aborted = False
+        self.is_reading = True
+        self._connection = connection
+        self._is_closing = False
+        self._is_paused = False
+
+    def write(self, data: Any) -> None:
+        self.num_unread += len(data)
+        if self.num_unread > HIGH and not self._is_paused:
+            self._is_paused = True
+            self._connection.pause_writing()
+
+    def read(self, most: int) -> None:
+        self.num_unread = max(self.num_unread - most, 0)
+        if self.num_unread <= LOW and self._is_paused:
+            self._is_paused = False
+            self._connection.resume_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def abort(self) -> None:
+        self.is_aborted = self._is_closing = True
+
+
+class Exchange:
+    """Connects a client on virtual time, whose requests get `answers` one after another."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self.num_answered = 0
+        self._answers = iter(answers)
+        config = uvicorn.Config(
+            self._app,
+            interface="asgi3",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=3_600,
+            ws="none",
+        )
+        bounds = ConnectionBounds(stall_seconds=STALL_SECONDS, head_seconds=3_600)
+        self.connection = HttpConnection(config, ServerState(), {}, bounds=bounds)
+        self.transport = UnreadTransport(self.connection)
+        self.connection.connection_made(self.transport)
+
+    def ask(self) -> None:
+        if self.transport.is_reading:
+            self.connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+
+    async def _app(self, _scope: Any, _receive: Any, send: Any) -> None:
+        answer = next(self._answers)
+        headers = [(b"content-length", b"%d" % sum(size for _, size in answer))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, (seconds, size) in enumerate(answer, 1):
+            await asyncio.sleep(seconds)
+            has_more = number < len(answer)
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": has_more})
+        self.num_answered += 1
+
+
+_PARTS = st.lists(st.tuples(st.floats(0, 15), st.integers(1, 200_000)), min_size=1, max_size=4)
+
+
+# A rest of the first answer waits when the second one comes, which is much larger.
+@example(answers=[(0.0, [(0.0, 40_000)]), (5.0, [(0.0, 1_000_000)])])
+@given(answers=st.lists(st.tuples(st.floats(0, 30), _PARTS), min_size=1, max_size=4))
+def test_a_client_that_reads_is_never_disconnected(answers: list[tuple[float, Answer]]) -> None:
+    """It sends each request before it has read the whole answer to the one before."""
+
+    async def run() -> None:
+        exchange = Exchange([answer for _, answer in answers])
+
+        async def read() -> None:
+            while not exchange.transport.is_aborted:
+                await asyncio.sleep(1)
+                exchange.transport.read(4_096)
+
+        reading = asyncio.create_task(read())
+        for number, (seconds, _) in enumerate(answers, 1):
+            await asyncio.sleep(seconds)
+            exchange.ask()
+            while exchange.num_answered < number and not exchange.transport.is_aborted:
+                await asyncio.sleep(1)
+        while exchange.transport.num_unread and not exchange.transport.is_aborted:
+            await asyncio.sleep(1)
+        assert not exchange.transport.is_aborted
+        reading.cancel()
+        exchange.connection.connection_lost(None)
+
+    run_simulated(run())
+
+
+@pytest.mark.parametrize("size", [100, 10_000, 60_000, 200_000])
+def test_new_requests_do_not_save_a_client_that_reads_nothing(size: int) -> None:
+    """Its requests are answered only until the answers fill the buffer."""
+
+    async def run() -> None:
+        exchange = Exchange([[(0.0, size)]] * HIGH)
+        while not exchange.transport.is_aborted:
+            exchange.ask()
+            await asyncio.sleep(1)
+        now = asyncio.get_running_loop().time()
+        assert now <= HIGH / size + 2 * STALL_SECONDS
+        exchange.connection.connection_lost(None)
+
+    run_simulated(run())
+
+
+def test_the_last_bytes_of_an_answer_are_watched_too() -> None:
+    """The client lets the server write the whole answer, and does not read its end."""
+
+    async def run() -> None:
+        exchange = Exchange([[(0.0, HIGH + LOW // 2)]])
+        exchange.ask()
+        await asyncio.sleep(1)
+        assert exchange.num_answered == 1
+        exchange.transport.read(HIGH)
+        await asyncio.sleep(STALL_SECONDS + 1)
+        assert exchange.transport.is_aborted
+        exchange.connection.connection_lost(None)
+
+    run_simulated(run())

@@ -48,6 +48,18 @@ class RecordingServer:
         await self._record(request, context)
         return inference_pb2.TokenizeResponse(token_ids=[1, 2])
 
+    async def load_adapter(
+        self, request: inference_pb2.LoadLoraAdapterRequest, context: Any
+    ) -> Any:
+        await self._record(request, context)
+        return inference_pb2.LoadLoraAdapterResponse()
+
+    async def unload_adapter(
+        self, request: inference_pb2.UnloadLoraAdapterRequest, context: Any
+    ) -> Any:
+        await self._record(request, context)
+        return inference_pb2.UnloadLoraAdapterResponse()
+
     async def _record(self, request: Any, context: Any) -> None:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
@@ -73,6 +85,16 @@ async def recording_server() -> AsyncIterator[RecordingServer]:
         "Detokenize": grpc.unary_unary_rpc_method_handler(
             kept.detokenize,
             inference_pb2.DetokenizeRequest.FromString,
+            lambda message: message.SerializeToString(),
+        ),
+        "LoadLoraAdapter": grpc.unary_unary_rpc_method_handler(
+            kept.load_adapter,
+            inference_pb2.LoadLoraAdapterRequest.FromString,
+            lambda message: message.SerializeToString(),
+        ),
+        "UnloadLoraAdapter": grpc.unary_unary_rpc_method_handler(
+            kept.unload_adapter,
+            inference_pb2.UnloadLoraAdapterRequest.FromString,
             lambda message: message.SerializeToString(),
         ),
     }

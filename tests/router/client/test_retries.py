@@ -5,17 +5,24 @@ so.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
+from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status.rpc_status import to_status  # type: ignore[import-untyped]
 
 from tandem.proto import errors
 from tandem.router.client.client import AsyncClient, Client
 from tandem.router.client.wire import Retries
 from tandem.router.request import TokenDelta
+from tandem.tests.router.client.recording_server import RecordingServer
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
 from tandem.tests.waits import WAIT
+
+DEAD = "127.0.0.1:1"
+LONG = 25.0  # seconds
 
 
 def fail(source: FakeTokenSource, failures: list[errors.TandemError], after: int = 0) -> None:
@@ -100,6 +107,88 @@ async def test_cancelling_ends_the_wait_for_another_try(grpc_service: Service) -
             asyncio.get_running_loop().call_later(0.2, stream.cancel)
             with pytest.raises(errors.Cancelled):
                 await anext(stream)
+
+
+def wait_long(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Makes clients wait for long before the next try; the event says that one begins to wait."""
+    begun = threading.Event()
+
+    def delay(*_: object) -> float:
+        begun.set()
+        return LONG
+
+    monkeypatch.setattr(Retries, "delay", delay)
+    return begun
+
+
+@pytest.mark.parametrize(
+    "use", [lambda client: client.tokenize("x"), lambda client: next(client.stream("x"))]
+)
+def test_closing_a_client_ends_its_waits(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[Client], object]
+) -> None:
+    begun, client, started = wait_long(monkeypatch), Client(DEAD), time.monotonic()
+
+    def close() -> None:
+        begun.wait(WAIT)
+        client.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(errors.Cancelled):
+        use(client)
+    closing.join()
+    assert time.monotonic() - started < LONG
+
+
+@pytest.mark.parametrize(
+    "use", [lambda client: client.tokenize("x"), lambda client: anext(client.stream("x"))]
+)
+async def test_closing_a_client_of_an_event_loop_ends_its_waits(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[AsyncClient], Awaitable[object]]
+) -> None:
+    begun, client, started = wait_long(monkeypatch), AsyncClient(DEAD), time.monotonic()
+
+    async def close() -> None:
+        await asyncio.to_thread(begun.wait, WAIT)
+        await client.close()
+
+    closing = asyncio.create_task(close())
+    with pytest.raises(errors.Cancelled):
+        await use(client)
+    await closing
+    assert time.monotonic() - started < LONG
+
+
+async def test_a_stream_whose_reader_leaves_a_wait_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = wait_long(monkeypatch)
+    async with AsyncClient(DEAD) as client:
+        stream = client.stream("x")
+        reading: asyncio.Future[Any] = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(begun.wait, WAIT)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        with pytest.raises(errors.Cancelled):
+            await anext(stream)
+
+
+async def test_an_adapter_is_loaded_and_unloaded_in_one_try(server: RecordingServer) -> None:
+    """A second try would fail although the first one, whose answer was lost, was a success."""
+    server.status = to_status(status_pb2.Status(code=code_pb2.UNAVAILABLE, message="lost"))
+    async with AsyncClient(server.address) as client:
+        with pytest.raises(errors.Unavailable):
+            await client.load_lora_adapter("a", "b")
+        with pytest.raises(errors.Unavailable):
+            await client.unload_lora_adapter("a")
+    with Client(server.address) as blocking:
+        with pytest.raises(errors.Unavailable):
+            await asyncio.to_thread(blocking.load_lora_adapter, "a", "b")
+        with pytest.raises(errors.Unavailable):
+            await asyncio.to_thread(blocking.unload_lora_adapter, "a")
+    assert len(server.requests) == 4
 
 
 async def test_unary_calls_are_tried_again() -> None:
