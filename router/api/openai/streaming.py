@@ -32,7 +32,7 @@ from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
 from .keep_alive import EventSender
 from .openapi import LEFT_OUT, MAX_TOKENS, REQUEST_ID
 from .requests import AnyRequest
-from .resume import event_signer, keep_alive_after_id, with_event_id, with_id
+from .resume import event_signer, with_event_id, with_id
 from .writers import AnswerForm, StreamWriter, TokenIds
 
 _T = TypeVar("_T")
@@ -94,9 +94,7 @@ class GenerationResponse(Response):
                 writer = self._make_writer(accepted)
                 signer = event_signer(accepted[0])
             self._writer = writer
-            keep_alive = writer.keep_alive
-            if signer is not None:
-                keep_alive = keep_alive_after_id(keep_alive)
+            keep_alive = partial(writer.keep_alive, has_ids=signer is not None)
             async with (
                 sender.kept_alive(keep_alive, self._context.keepalive_seconds),
                 aclosing(self._events(accepted, writer, signer)) as events,
