@@ -19,7 +19,7 @@ from ..anthropic.answers import ANTHROPIC_FORM
 from ..anthropic.bodies import CountTokensBody, MessagesBody
 from ..anthropic.requests import parse_count_tokens, parse_messages
 from ..batches.batches import BatchBody, create_batch
-from ..openai.answers import OPENAI_FORM
+from ..openai.answers import OPENAI_FORM, ResponseWriter, error_response
 from ..openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -49,7 +49,7 @@ from ..openai.requests import (
 from ..openai.rerank import RerankBody, make_rerank_request, rerank_form
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
-from ..openai.writers import AnswerForm
+from ..openai.writers import AnswerForm, streaming_form
 from ..responses.bodies import ResponsesBody
 from ..responses.stored import answer_responses
 from ..service import GenerationService
@@ -66,6 +66,15 @@ async def _generate(
     """Generates for a body that `parse_body` translates, and answers in `form`."""
     parsed = await off_loop(context.caller.fairness_id, body, parse_body, request_id)
     return GenerationResponse(service, parsed, context, form)
+
+
+async def _chat(
+    service: GenerationService, body: bytes, request_id: str, context: RequestContext
+) -> Response:
+    """Answers a chat; its reasoning is in the fields that the service has chosen."""
+    writer = partial(ResponseWriter, reasoning_names=service.dialect.reasoning_names)
+    form = streaming_form(writer, error_response)
+    return await _generate(parse_chat, form, service, body, request_id, context)
 
 
 async def _embed(
@@ -212,7 +221,7 @@ POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
     ),
     "/v1/chat/completions": (
         generation("Answers a chat.", ChatBody, "chat completion"),
-        partial(_generate, parse_chat, OPENAI_FORM),
+        _chat,
     ),
     "/v1/responses": (
         generation(
