@@ -153,6 +153,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     else:
         common.ClearField("logprobs")
     chat = _chat(parsed, parsed.messages)
+    names["prompt.chat.template_kwargs"] = _kwargs_field(parsed)
     common.cache_breakpoints.extend(list(_marks(parsed))[-MAX_CACHE_BREAKPOINTS:])
     set_prompt_cache(common, parsed.prompt_cache_options)
     _set_tool_choice(chat, parsed.tool_choice, names)
@@ -348,19 +349,45 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
         raise InvalidArgument(
             "true cannot be combined with continue_final_message", "add_generation_prompt"
         )
-    named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
-    kwargs = {name: value for name, value in named.items() if value is not None}
-    kwargs |= body.chat_template_kwargs or {}
+    kwargs = _template_kwargs(body)
     return inference_pb2.Chat(
         messages=[_message(message) for message in messages],
         tools=[
             _tool(tool, f"tools[{i}].function.parameters")
             for i, tool in enumerate(body.tools or ())
         ],
-        template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+        template_kwargs=json_text(kwargs, _kwargs_field(body)) if kwargs else "",
         continue_final_message=bool(body.continue_final_message),
         parse_special=bool(body.parse_special),
     )
+
+
+def _template_kwargs(body: TemplateFields) -> dict[str, Any]:
+    """Returns the variables of the chat template; its own override OpenAI's fields.
+
+    Raises InvalidArgument if two of the other fields set a variable to different values.
+    """
+    kwargs = dict(body.chat_template_kwargs or {})
+    switches: dict[str, Mapping[str, Any]] = {"chat_template_args": body.chat_template_args or {}}
+    if body.enable_thinking is not None:
+        switches["enable_thinking"] = {"enable_thinking": body.enable_thinking}
+    if body.thinking is not None:
+        switches["thinking"] = {"enable_thinking": body.thinking.type == "enabled"}
+    for field, variables in switches.items():
+        for name, value in variables.items():
+            if kwargs.setdefault(name, value) != value:
+                raise InvalidArgument(
+                    f"contradicts another value of {name[:MAX_NAME]} in this request; set it once",
+                    field,
+                )
+    named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+    return {name: value for name, value in named.items() if value is not None} | kwargs
+
+
+def _kwargs_field(body: TemplateFields) -> str:
+    """Returns the field by which errors name the variables of the chat template."""
+    is_other = body.chat_template_args and not body.chat_template_kwargs
+    return "chat_template_args" if is_other else "chat_template_kwargs"
 
 
 def _marks(body: ChatFields) -> Iterator[inference_pb2.CacheBreakpoint]:

@@ -12,7 +12,12 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import PARAMETERS
 from tandem.router.api.openai.bodies import REASONS, ChatBody, CompletionBody
-from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
+from tandem.router.api.openai.requests import (
+    OpenAIRequest,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -106,6 +111,57 @@ def test_documents_and_effort_are_variables_of_the_template_and_its_own_win() ->
         "chat", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}
     ).prompts
     assert json.loads(prompt.chat.template_kwargs) == {"reasoning_effort": "high"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}),
+        ({"chat_template_args": {"a": [1]}}, {"a": [1]}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True, "a": 1}, "enable_thinking": True},
+            {"enable_thinking": True, "a": 1},
+        ),
+        (
+            {"chat_template_args": {"b": 2}, "chat_template_kwargs": {"a": 1}},
+            {"a": 1, "b": 2},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_args": {"reasoning_effort": "high"}},
+            {"reasoning_effort": "high"},
+        ),
+    ],
+)
+def test_the_fields_by_which_agents_switch_thinking_are_variables_of_the_template(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    (prompt,) = parse("chat", **fields).prompts
+    assert json.loads(prompt.chat.template_kwargs) == expected
+    body = json.dumps({"messages": MESSAGES} | fields).encode()
+    assert parse_tokenize(body)[0].prompt.chat.template_kwargs == prompt.chat.template_kwargs
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True},
+            "enable_thinking",
+        ),
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": 0}, "thinking": {"type": "enabled"}},
+            "thinking",
+        ),
+        ({"chat_template_kwargs": {"a": 1}, "chat_template_args": {"a": 2}}, "chat_template_args"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match="set it once") as caught:
+        parse("chat", **fields)
+    assert caught.value.field == field
 
 
 FREE = {"schema", "parameters", "input_schema", "input", "metadata"}
