@@ -220,6 +220,8 @@ class RouterConfig(BaseModel):
     keepalive_seconds: float | None = Field(default=KEEPALIVE_SECONDS, ge=1, le=3600)
     # Of messages and deltas in answers to chats; some clients show the text twice if both are set.
     reasoning_field: ReasoningField = "reasoning_content"
+    # ignore: unknown fields at the top of a body are left out, and a header lists them.
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
     # Of each API server. At the bound, HTTP closes an idle connection for a new one, and gRPC
     # refuses new ones. For an address gRPC bounds calls instead of connections. Clients behind a
     # proxy share one address.

@@ -173,7 +173,10 @@ class RouterRuntime:
             aliases=config.aliases,
             resume_policy=ResumePolicy(router.resume_seconds),
             storage=storage,
-            dialect=Dialect(reasoning_field=router.reasoning_field),
+            dialect=Dialect(
+                reasoning_field=router.reasoning_field,
+                ignores_unknown=router.unknown_fields == "ignore",
+            ),
         )
         usage = UsageReporter(service.storage, name)
         monitor.telemetry.observers.append(usage.record)

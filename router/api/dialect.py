@@ -14,6 +14,9 @@ class Dialect:
     # Of messages and deltas in answers to chats. Some clients show the text twice if both are set.
     reasoning_field: ReasoningField = "reasoning_content"
 
+    # Unknown fields of a body are left out, and named in a header; otherwise they are refused.
+    ignores_unknown: bool = False
+
     @property
     def reasoning_names(self) -> Sequence[str]:
         """Returns the names of all fields that have the reasoning."""

@@ -210,6 +210,10 @@ def test_flags_alone_are_enough() -> None:
             "'thinking'",
         ),
         (
+            "model: m\nrouter: {unknown_fields: drop}",
+            "router.unknown_fields: must be 'refuse' or 'ignore', got 'drop'",
+        ),
+        (
             "model: m\nrouter: {compression: deflate}",
             "router.compression: must be 'none' or 'gzip', got 'deflate'",
         ),

@@ -63,6 +63,7 @@ class ParsedRequest(Generic[_B]):
     request_id: str
     names: Mapping[str, str]  # of fields of GenerateRequest in this body, if they are not the usual
     is_streamed: bool
+    left_out: Sequence[str] = ()  # types of tools and items that the prompts do not contain
     last_event_id: str | None = None  # see RequestContext.event_id
     has_prompt_logprobs: bool = False  # requested separately, not by echo
     has_token_ids: bool = False  # of the prompts and of the answers
@@ -105,9 +106,11 @@ OpenAIRequest = ParsedRequest[Body]
 """A completion or a chat."""
 
 
-def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
+def parse_completion(
+    body: bytes, request_id: str, *, ignores_unknown: bool = False
+) -> OpenAIRequest:
     """Translates the body of POST /v1/completions. Raises InvalidArgument that names the field."""
-    parsed = parse(CompletionBody, body)
+    parsed = parse(CompletionBody, body, ignores_unknown=ignores_unknown)
     prompts = prompt_messages(parsed.prompt)
     for prompt in prompts:
         prompt.suffix = parsed.suffix or ""
@@ -139,12 +142,12 @@ def prompt_messages(prompts: Iterable[str | list[int]]) -> list[inference_pb2.Pr
     ]
 
 
-def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
+def parse_chat(body: bytes, request_id: str, *, ignores_unknown: bool = False) -> OpenAIRequest:
     """Translates the body of POST /v1/chat/completions.
 
     Raises InvalidArgument that names the field.
     """
-    parsed = parse(ChatBody, body)
+    parsed = parse(ChatBody, body, ignores_unknown=ignores_unknown)
     common, names = _translate(parsed)
     if parsed.logprobs:
         common.logprobs = common.logprobs  # sets 0 alternatives, unless top_logprobs set more

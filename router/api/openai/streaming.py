@@ -31,6 +31,7 @@ from ..service import GenerationService, tandem_errors_only
 from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
 from .keep_alive import EventSender
 from .openapi import LEFT_OUT, MAX_TOKENS, REQUEST_ID
+from .parsing import left_out
 from .requests import AnyRequest
 from .resume import event_signer, with_event_id, with_id
 from .writers import AnswerForm, StreamWriter, TokenIds
@@ -58,6 +59,8 @@ class GenerationResponse(Response):
         # Without x-accel-buffering: no, nginx would buffer the events.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # unknown for a stream
+        if names := left_out(request.body, request.left_out):
+            self.headers[LEFT_OUT] = names
         self._service = service
         self._request = request
         self._context = context

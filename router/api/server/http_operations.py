@@ -37,8 +37,8 @@ from ..openai.embeddings import (
     parse_embeddings,
     score_form,
 )
-from ..openai.openapi import READ_ERRORS, Operation, generation, ok
-from ..openai.parsing import json_list, parse
+from ..openai.openapi import LEFT_OUT, READ_ERRORS, Operation, generation, ok
+from ..openai.parsing import json_list, left_out, parse
 from ..openai.requests import (
     AnyRequest,
     parse_chat,
@@ -56,7 +56,7 @@ from ..service import GenerationService
 
 
 async def _generate(
-    parse_body: Callable[[bytes, str], AnyRequest],
+    parse_body: Callable[..., AnyRequest],
     form: AnswerForm,
     service: GenerationService,
     body: bytes,
@@ -64,6 +64,7 @@ async def _generate(
     context: RequestContext,
 ) -> Response:
     """Generates for a body that `parse_body` translates, and answers in `form`."""
+    parse_body = partial(parse_body, ignores_unknown=service.dialect.ignores_unknown)
     parsed = await off_loop(context.caller.fairness_id, body, parse_body, request_id)
     return GenerationResponse(service, parsed, context, form)
 
@@ -81,7 +82,8 @@ async def _embed(
     service: GenerationService, body: bytes, request_id: str, context: RequestContext
 ) -> Response:
     """Embeds texts, by default with the model's own pooling."""
-    parsed = await off_loop(context.caller.fairness_id, body, parse_embeddings, request_id)
+    parse_body = partial(parse_embeddings, ignores_unknown=service.dialect.ignores_unknown)
+    parsed = await off_loop(context.caller.fairness_id, body, parse_body, request_id)
     model = service.model(parsed.common.model)
     parsed.common.pooling = model.pooling.choose(parsed.common.pooling)
     return GenerationResponse(service, parsed, context, EMBEDDINGS_FORM)
@@ -111,13 +113,15 @@ async def _count_tokens(
     service: GenerationService, body: bytes, _request_id: str, context: RequestContext
 ) -> Response:
     """Counts the tokens of the prompt of a message."""
-    parsed = await off_loop(context.caller.fairness_id, body, parse_count_tokens)
+    parse_body = partial(parse_count_tokens, ignores_unknown=service.dialect.ignores_unknown)
+    parsed = await off_loop(context.caller.fairness_id, body, parse_body)
     request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
     try:
         ids = await service.encode(request, context.caller, context.deadline)
     except TandemError as error:
         return ANTHROPIC_FORM.error_response(error, parsed.field)
-    return JSONResponse({"input_tokens": len(ids)})
+    names = left_out(parsed.body)
+    return JSONResponse({"input_tokens": len(ids)}, headers={LEFT_OUT: names} if names else None)
 
 
 async def _tokenize(
