@@ -79,7 +79,7 @@ def parse(kind: type[_B], body: bytes, *, ignores_unknown: bool = False) -> _B:
 def left_out(body: OpenModel, others: Sequence[str] = ()) -> str:
     """Returns the value of LEFT_OUT: the first unknown fields of a body, and `others`; "": nothing.
 
-    Escapes what a header cannot have.
+    Escapes characters that a header cannot have.
     """
     unknown = (name for name, value in (body.model_extra or {}).items() if value is not None)
     names = [ascii(name[:MAX_NAME])[1:-1][:MAX_NAME] for name in islice(unknown, _MAX_LEFT_OUT)]

@@ -39,7 +39,7 @@ class StreamWriter(ABC):
         """Counts messages that the client of a single prompt has; `chunk` continues them."""
 
     def keep_alive(self, *, has_ids: bool) -> bytes:
-        """Returns what a stream sends while it has no events: a comment, which clients ignore.
+        """Returns the keep-alive of a stream without events: a comment, which clients ignore.
 
         `has_ids`: the events of the stream have ids. Then the comment has no empty line: after an
         id, OpenAI's package takes an empty line for the end of an event without data, and fails.
