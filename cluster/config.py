@@ -33,6 +33,7 @@ from ..proto.limits import (
     STALL_SECONDS,
 )
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
+from ..router.api.dialect import ReasoningField
 from ..router.auth.config import SECTION, AbsolutePath, AuthConfig
 from ..router.auth.tls import TlsConfig
 from ..router.fields import error_text, matching, shorten
@@ -217,6 +218,10 @@ class RouterConfig(BaseModel):
     # An HTTP stream that has sent no bytes for this time, because its request waits or a tool call
     # is not complete, sends a keep-alive, so that no proxy and no client gives it up. None: never.
     keepalive_seconds: float | None = Field(default=KEEPALIVE_SECONDS, ge=1, le=3600)
+    # Of messages and deltas in answers to chats; some clients show the text twice if both are set.
+    reasoning_field: ReasoningField = "reasoning_content"
+    # ignore: unknown fields at the top of a body are left out, and a header lists them.
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
     # Of each API server. At the bound, HTTP closes an idle connection for a new one, and gRPC
     # refuses new ones. For an address gRPC bounds calls instead of connections. Clients behind a
     # proxy share one address.

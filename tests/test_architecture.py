@@ -126,9 +126,10 @@ ARROWS: dict[str, set[str]] = {
         ),
         "router.storage": ("router.auth",),
         "router.json_lines": ("router.fields",),
+        "router.api.dialect": (),
         "router.api": (
-            "router: adapters auth deadline frontend output request resume scheduling storage",
-            "router: slo telemetry",
+            "router: adapters api.dialect auth deadline frontend output request resume scheduling",
+            "router: slo storage telemetry",
         ),
         "router.api.console": ("router: auth frontend telemetry",),
         "router.api.openai": (
@@ -157,8 +158,8 @@ ARROWS: dict[str, set[str]] = {
         "cluster.scaling": ("cluster.scaling.config", "router.scheduling"),
         "cluster.config": (
             "cluster: chat_template scaling.config settings text_files",
-            "router: adapters auth fields frontend.chat_formats resume scheduling slo storage",
-            "router.watermark",
+            "router: adapters api.dialect auth fields frontend.chat_formats resume scheduling",
+            "router: slo storage watermark",
             "workers.engine",
         ),
         "cluster.nodes": ("cluster.config",),

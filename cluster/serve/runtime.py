@@ -21,6 +21,7 @@ from ...router.adapters import AdapterAdmin, AdapterRegistry
 from ...router.api.browsers import ANY as ANY_HOST
 from ...router.api.browsers import BrowserRules, own_names
 from ...router.api.console.feed import ConsoleFeed
+from ...router.api.dialect import Dialect
 from ...router.api.server.connection import ConnectionBounds
 from ...router.api.server.servers import ApiServers
 from ...router.api.service import GenerationService
@@ -170,6 +171,10 @@ class RouterRuntime:
             aliases=config.aliases,
             resume_policy=ResumePolicy(router.resume_seconds),
             storage=storage,
+            dialect=Dialect(
+                reasoning_field=router.reasoning_field,
+                ignores_unknown=router.unknown_fields == "ignore",
+            ),
         )
         usage = UsageReporter(service.storage, name)
         monitor.telemetry.observers.append(usage.record)

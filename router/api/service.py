@@ -43,6 +43,7 @@ from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..telemetry.requests import RequestFacts, RequestTelemetry, count_slo
 from ..telemetry.trace import CURRENT_REQUEST
+from .dialect import Dialect
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class GenerationService:
         aliases: Collection[str] = (),
         resume_policy: ResumePolicy | None = None,
         storage: Storage | None = None,
+        dialect: Dialect = Dialect(),
     ) -> None:
         """Takes at least one of `models`; `source` generates for all of them.
 
@@ -101,7 +103,7 @@ class GenerationService:
         first model, each served under its name. `names` and `aliases`: other names of the first
         model. The names are listed. Of the aliases only those in the form of a hub id are listed,
         because clients should not see the path of a folder. `storage` keeps responses, files and
-        batches; None: in memory, for this service alone.
+        batches; None: in memory, for this service alone. `dialect`: of the HTTP APIs.
         """
         self.http_port = 0  # of the HTTP API beside the gRPC API, once it listens
         self._models = {model.name: model for model in models}
@@ -117,6 +119,7 @@ class GenerationService:
         self._resume_policy = resume_policy or ResumePolicy()
         self.telemetry = telemetry or RequestTelemetry()
         self.storage = storage or LocalStorage()
+        self.dialect = dialect
 
     @property
     def models(self) -> list[ServedModel]:

@@ -205,6 +205,15 @@ def test_flags_alone_are_enough() -> None:
             "router.keepalive_seconds: must be greater than or equal to 1, got 0",
         ),
         (
+            "model: m\nrouter: {reasoning_field: thinking}",
+            "router.reasoning_field: must be 'reasoning_content', 'reasoning' or 'both', got "
+            "'thinking'",
+        ),
+        (
+            "model: m\nrouter: {unknown_fields: drop}",
+            "router.unknown_fields: must be 'refuse' or 'ignore', got 'drop'",
+        ),
+        (
             "model: m\nrouter: {compression: deflate}",
             "router.compression: must be 'none' or 'gzip', got 'deflate'",
         ),

@@ -41,11 +41,11 @@ Anthropic's service checks signatures, this one ignores them. Some clients send 
 that has none.
 """
 
+_PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
+
 
 class MessageWriter(ItemWriter):
     """Writes the answer to one request: as events, or in full."""
-
-    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, request: AnyRequest, model: str, prompts: TokenIds) -> None:
         super().__init__()
@@ -57,6 +57,10 @@ class MessageWriter(ItemWriter):
         }
         self._prompt_tokens = sum(map(len, prompts))
         self._index = 0  # of the open content block, or of the next one
+
+    @override
+    def keep_alive(self, *, has_ids: bool) -> bytes:
+        return _PING
 
     @override
     def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
@@ -89,7 +93,7 @@ class MessageWriter(ItemWriter):
             ),
         }
         yield _event("message_start", message=self._head | begun)
-        yield self.keep_alive
+        yield _PING
 
     @override
     def _open_item(self, kind: TextKind) -> Iterator[bytes]:

@@ -45,9 +45,11 @@ It differs in each request, so no prefix cache would have the prompt. It tells t
 """
 
 
-def parse_messages(body: bytes, request_id: str) -> ParsedRequest[MessagesFields]:
+def parse_messages(
+    body: bytes, request_id: str, *, ignores_unknown: bool = False
+) -> ParsedRequest[MessagesFields]:
     """Translates the body of POST /v1/messages. Raises InvalidArgument that names the field."""
-    parsed = parse(MessagesBody, body)
+    parsed = parse(MessagesBody, body, ignores_unknown=ignores_unknown)
     translated = _translate(parsed)
     common = translated["common"]
     set_parameters(common, parsed, PARAMETER_NAMES)
@@ -64,9 +66,11 @@ def parse_messages(body: bytes, request_id: str) -> ParsedRequest[MessagesFields
     )
 
 
-def parse_count_tokens(body: bytes) -> ParsedRequest[CountTokensBody]:
+def parse_count_tokens(
+    body: bytes, *, ignores_unknown: bool = False
+) -> ParsedRequest[CountTokensBody]:
     """Translates the body of POST /v1/messages/count_tokens. Raises InvalidArgument."""
-    parsed = parse(CountTokensBody, body)
+    parsed = parse(CountTokensBody, body, ignores_unknown=ignores_unknown)
     return ParsedRequest(**_translate(parsed), body=parsed, request_id="", is_streamed=False)
 
 

@@ -57,8 +57,16 @@ class ResponseWriter(StreamWriter):
     holds all of them would hold the interpreter's lock for up to half a second.
     """
 
-    def __init__(self, request: OpenAIRequest, model: str, prompts: TokenIds) -> None:
+    def __init__(
+        self,
+        request: OpenAIRequest,
+        model: str,
+        prompts: TokenIds,
+        reasoning_names: Sequence[str] = ("reasoning_content",),
+    ) -> None:
+        """`reasoning_names`: of the fields of a chat that have the reasoning."""
         self._request = request
+        self._reasoning_names = reasoning_names
         options = request.body.stream_options
         self._includes_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
@@ -201,7 +209,7 @@ class ResponseWriter(StreamWriter):
         if calls:
             content["tool_calls"] = calls
         if message.reasoning:
-            content["reasoning_content"] = message.reasoning
+            content |= dict.fromkeys(self._reasoning_names, message.reasoning)
         is_empty = not content and message.finish_reason == _UNFINISHED
         if is_delta and (message.text or is_empty):
             content["content"] = message.text

@@ -555,12 +555,23 @@ ToolChoice = Annotated[
 ]
 
 
+class ThinkingSwitch(NestedModel):
+    type: Literal["enabled", "disabled"]
+
+
 class TemplateFields(OpenModel):
     """Declares the fields that become the prompt of a chat, together with the messages."""
 
     tools: Annotated[list[ToolBody] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the chat template."
+    )
+    chat_template_args: dict[str, Any] | None = Field(
+        None, description="Another name of chat_template_kwargs."
+    )
+    enable_thinking: bool | None = Field(None, description="A variable of the chat template.")
+    thinking: ThinkingSwitch | None = Field(
+        None, description="Sets the variable enable_thinking of the chat template."
     )
     continue_final_message: bool | None = Field(
         None, description="Continues the last message, which is the assistant's."

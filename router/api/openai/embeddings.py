@@ -108,12 +108,14 @@ class ScoreBody(OpenModel):
     user: Ignored[str] = None
 
 
-def parse_embeddings(body: bytes, request_id: str) -> ParsedRequest[EmbeddingsFields]:
+def parse_embeddings(
+    body: bytes, request_id: str, *, ignores_unknown: bool = False
+) -> ParsedRequest[EmbeddingsFields]:
     """Translates the body of POST /v1/embeddings; leaves an absent pooling unspecified.
 
     Raises InvalidArgument that names the field.
     """
-    parsed = parse(EmbeddingsBody, body)
+    parsed = parse(EmbeddingsBody, body, ignores_unknown=ignores_unknown)
     pooling = _POOLINGS[parsed.pooling_type]
     common = inference_pb2.GenerateRequest(model=parsed.model or "", pooling=pooling)
     set_parameters(common, parsed, _TRUNCATION)

@@ -6,7 +6,7 @@ give up a connection that is silent for so long.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, MutableSequence
+from collections.abc import AsyncGenerator, Callable, MutableSequence
 from contextlib import asynccontextmanager
 
 from starlette.types import Send
@@ -42,15 +42,18 @@ class EventSender:
         await self._send({"type": "http.response.body", "body": event})
 
     @asynccontextmanager
-    async def kept_alive(self, event: bytes, seconds: float | None) -> AsyncGenerator[None, None]:
-        """Scope in which `event` is sent whenever no bytes were sent for `seconds`; None: never.
+    async def kept_alive(
+        self, make_event: Callable[[], bytes], seconds: float | None
+    ) -> AsyncGenerator[None, None]:
+        """Scope in which an event is sent whenever no bytes were sent for `seconds`; None: never.
 
-        Has one timer, whatever the number of events.
+        Makes each event when it is sent, so that its number follows those of earlier events. Has
+        one timer, whatever the number of events.
         """
         if seconds is None:
             yield
             return
-        keeping = asyncio.create_task(self._keep_alive(event, seconds))
+        keeping = asyncio.create_task(self._keep_alive(make_event, seconds))
         try:
             yield
         finally:
@@ -59,7 +62,7 @@ class EventSender:
         if not keeping.cancelled():
             keeping.result()
 
-    async def _keep_alive(self, event: bytes, seconds: float) -> None:
+    async def _keep_alive(self, make_event: Callable[[], bytes], seconds: float) -> None:
         while True:
             sent = self._sent
             await asyncio.sleep(sent + seconds - self._time())
@@ -69,7 +72,7 @@ class EventSender:
                 self._sent = self._time()
                 continue
             async with self._keeping_alive:
-                await self._write(event)
+                await self._write(make_event())
 
     async def _write(self, event: bytes) -> None:
         if not self.has_started:

@@ -18,7 +18,10 @@ MAX_TOKENS: Final = "tandem-max-tokens"
 """Header of a response whose max_tokens was reduced to fit the context: the new value."""
 
 LEFT_OUT: Final = "tandem-left-out"
-"""Header of a response whose prompt lacks tools or items of the request: their types."""
+"""Header of a response that lists what was left out of the request.
+
+These are the names of unknown fields, and the types of tools and items.
+"""
 
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
@@ -236,7 +239,8 @@ def _content(schema: str) -> dict[str, Any]:
 
 _DESCRIPTION: Final = (
     "OpenAI's API with vLLM's additions, and Anthropic's Messages API. Fields that Tandem does not "
-    "support are refused by name. If the service has API keys, each call except /health needs one "
+    "support are refused by name; a service may also ignore unknown fields, and list them in the "
+    "header Tandem-Left-Out. If the service has API keys, each call except /health needs one "
     "in `Authorization: Bearer` or in `x-api-key`. Tenants are served in turn and share no prefix "
     "cache."
 )

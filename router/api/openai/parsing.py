@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -14,6 +15,9 @@ from .bodies import REASONS, OpenModel
 
 MAX_NAME: Final = 64
 """Characters of a name in a body that an error repeats."""
+
+_MAX_LEFT_OUT: Final = 16
+"""Bound on the unknown fields that a header lists."""
 
 _PIECE: Final = 4_096  # values of a long list that are written in one call
 # Elements that pydantic adds to the path of a field with several types.
@@ -48,8 +52,11 @@ def http_field(path: str) -> str:
     return path
 
 
-def parse(kind: type[_B], body: bytes) -> _B:
-    """Returns the checked body. Raises InvalidArgument with the field's name in the body."""
+def parse(kind: type[_B], body: bytes, *, ignores_unknown: bool = False) -> _B:
+    """Returns the checked body. Raises InvalidArgument with the field's name in the body.
+
+    `ignores_unknown`: unknown fields at the top are no error; `left_out` names them.
+    """
     check_json_elements(body)
     try:
         # Parsing makes no cycles, but each list in a body counts towards the next collection. With
@@ -61,12 +68,22 @@ def parse(kind: type[_B], body: bytes) -> _B:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         reason = REASONS.get(str(first["loc"][0])) if first["loc"] else None
     else:
-        _refuse_unknown(parsed, "")
+        _refuse_unknown(parsed, "", ignores_unknown=ignores_unknown)
         return parsed
     if first["type"] == "json_invalid":
         raise InvalidArgument("the body is not valid JSON")
     message: str = reason or first["msg"]
     raise InvalidArgument(message[:1].lower() + message[1:], _path(first["loc"]))
+
+
+def left_out(body: OpenModel, others: Sequence[str] = ()) -> str:
+    """Returns the value of LEFT_OUT: the first unknown fields of a body, and `others`; "": nothing.
+
+    Escapes characters that a header cannot have.
+    """
+    unknown = (name for name, value in (body.model_extra or {}).items() if value is not None)
+    names = [ascii(name[:MAX_NAME])[1:-1][:MAX_NAME] for name in islice(unknown, _MAX_LEFT_OUT)]
+    return ", ".join([*names, *others]).strip()
 
 
 def json_text(value: Any, path: str) -> str:
@@ -98,11 +115,14 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return re.sub(r"\.(\d+)", r"[\1]", ".".join(parts))
 
 
-def _refuse_unknown(model: OpenModel, prefix: str) -> None:
-    """Raises InvalidArgument if an OpenModel has an unknown field that is not null."""
+def _refuse_unknown(model: OpenModel, prefix: str, *, ignores_unknown: bool = False) -> None:
+    """Raises InvalidArgument if an OpenModel has an unknown field that is not null.
+
+    `ignores_unknown`: raises only for those with a reason, and for those of nested models.
+    """
     for name, value in (model.model_extra or {}).items():
-        if value is not None:
-            reason = REASONS.get(name) if not prefix else None
+        reason = REASONS.get(name) if not prefix else None
+        if value is not None and (reason or not ignores_unknown):
             raise InvalidArgument(
                 reason or "is not a field of this request", f"{prefix}{name[:MAX_NAME]}"
             )

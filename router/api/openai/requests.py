@@ -63,6 +63,7 @@ class ParsedRequest(Generic[_B]):
     request_id: str
     names: Mapping[str, str]  # of fields of GenerateRequest in this body, if they are not the usual
     is_streamed: bool
+    left_out: Sequence[str] = ()  # types of tools and items that the prompts do not contain
     last_event_id: str | None = None  # see RequestContext.event_id
     has_prompt_logprobs: bool = False  # requested separately, not by echo
     has_token_ids: bool = False  # of the prompts and of the answers
@@ -105,9 +106,11 @@ OpenAIRequest = ParsedRequest[Body]
 """A completion or a chat."""
 
 
-def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
+def parse_completion(
+    body: bytes, request_id: str, *, ignores_unknown: bool = False
+) -> OpenAIRequest:
     """Translates the body of POST /v1/completions. Raises InvalidArgument that names the field."""
-    parsed = parse(CompletionBody, body)
+    parsed = parse(CompletionBody, body, ignores_unknown=ignores_unknown)
     prompts = prompt_messages(parsed.prompt)
     for prompt in prompts:
         prompt.suffix = parsed.suffix or ""
@@ -139,12 +142,12 @@ def prompt_messages(prompts: Iterable[str | list[int]]) -> list[inference_pb2.Pr
     ]
 
 
-def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
+def parse_chat(body: bytes, request_id: str, *, ignores_unknown: bool = False) -> OpenAIRequest:
     """Translates the body of POST /v1/chat/completions.
 
     Raises InvalidArgument that names the field.
     """
-    parsed = parse(ChatBody, body)
+    parsed = parse(ChatBody, body, ignores_unknown=ignores_unknown)
     common, names = _translate(parsed)
     if parsed.logprobs:
         common.logprobs = common.logprobs  # sets 0 alternatives, unless top_logprobs set more
@@ -153,6 +156,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     else:
         common.ClearField("logprobs")
     chat = _chat(parsed, parsed.messages)
+    names["prompt.chat.template_kwargs"] = _kwargs_field(parsed)
     common.cache_breakpoints.extend(list(_marks(parsed))[-MAX_CACHE_BREAKPOINTS:])
     set_prompt_cache(common, parsed.prompt_cache_options)
     _set_tool_choice(chat, parsed.tool_choice, names)
@@ -348,19 +352,45 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
         raise InvalidArgument(
             "true cannot be combined with continue_final_message", "add_generation_prompt"
         )
-    named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
-    kwargs = {name: value for name, value in named.items() if value is not None}
-    kwargs |= body.chat_template_kwargs or {}
+    kwargs = _template_kwargs(body)
     return inference_pb2.Chat(
         messages=[_message(message) for message in messages],
         tools=[
             _tool(tool, f"tools[{i}].function.parameters")
             for i, tool in enumerate(body.tools or ())
         ],
-        template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+        template_kwargs=json_text(kwargs, _kwargs_field(body)) if kwargs else "",
         continue_final_message=bool(body.continue_final_message),
         parse_special=bool(body.parse_special),
     )
+
+
+def _template_kwargs(body: TemplateFields) -> dict[str, Any]:
+    """Returns the variables of the chat template; its own override OpenAI's fields.
+
+    Raises InvalidArgument if two of the other fields set a variable to different values.
+    """
+    kwargs = dict(body.chat_template_kwargs or {})
+    switches: dict[str, Mapping[str, Any]] = {"chat_template_args": body.chat_template_args or {}}
+    if body.enable_thinking is not None:
+        switches["enable_thinking"] = {"enable_thinking": body.enable_thinking}
+    if body.thinking is not None:
+        switches["thinking"] = {"enable_thinking": body.thinking.type == "enabled"}
+    for field, variables in switches.items():
+        for name, value in variables.items():
+            if kwargs.setdefault(name, value) != value:
+                raise InvalidArgument(
+                    f"contradicts another value of {name[:MAX_NAME]} in this request; set it once",
+                    field,
+                )
+    named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+    return {name: value for name, value in named.items() if value is not None} | kwargs
+
+
+def _kwargs_field(body: TemplateFields) -> str:
+    """Returns the field by which errors name the variables of the chat template."""
+    is_other = body.chat_template_args and not body.chat_template_kwargs
+    return "chat_template_args" if is_other else "chat_template_kwargs"
 
 
 def _marks(body: ChatFields) -> Iterator[inference_pb2.CacheBreakpoint]:

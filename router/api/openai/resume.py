@@ -57,15 +57,6 @@ def event_signer(request: PreparedRequest) -> EventIdSigner | None:
     return EventIdSigner(request.resume, request.begun)
 
 
-def keep_alive_after_id(keep_alive: bytes) -> bytes:
-    """Returns a keep-alive for a stream whose events have ids.
-
-    A comment has no empty line there: after an id, OpenAI's package takes an empty line for the end
-    of an event without data, and fails.
-    """
-    return keep_alive.removesuffix(b"\n") if keep_alive.startswith(b":") else keep_alive
-
-
 def with_id(event: bytes, event_id: bytes) -> bytes:
     """Returns the events of a message with an id at their end."""
     return event[:-1] + b"id: " + event_id + b"\n\n"

@@ -31,9 +31,10 @@ from ..service import GenerationService, tandem_errors_only
 from .answers import OPENAI_FORM, check_prompt_ids, check_prompt_logprobs
 from .keep_alive import EventSender
 from .openapi import LEFT_OUT, MAX_TOKENS, REQUEST_ID
+from .parsing import left_out
 from .requests import AnyRequest
 from .respond import disconnected
-from .resume import event_signer, keep_alive_after_id, with_event_id, with_id
+from .resume import event_signer, with_event_id, with_id
 from .writers import AnswerForm, StreamWriter, TokenIds
 
 _T = TypeVar("_T")
@@ -59,6 +60,8 @@ class GenerationResponse(Response):
         # Without x-accel-buffering: no, nginx would buffer the events.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # unknown for a stream
+        if names := left_out(request.body, request.left_out):
+            self.headers[LEFT_OUT] = names
         self._service = service
         self._request = request
         self._context = context
@@ -95,9 +98,7 @@ class GenerationResponse(Response):
                 writer = self._make_writer(accepted)
                 signer = event_signer(accepted[0])
             self._writer = writer
-            keep_alive = writer.keep_alive
-            if signer is not None:
-                keep_alive = keep_alive_after_id(keep_alive)
+            keep_alive = partial(writer.keep_alive, has_ids=signer is not None)
             async with (
                 sender.kept_alive(keep_alive, self._context.keepalive_seconds),
                 aclosing(self._events(accepted, writer, signer)) as events,

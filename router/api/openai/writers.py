@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 from starlette.responses import JSONResponse
 from typing_extensions import override
@@ -26,9 +26,6 @@ CUT: Final = (inference_pb2.FINISH_REASON_LENGTH, inference_pb2.FINISH_REASON_TI
 class StreamWriter(ABC):
     """Writes the answer to one request in full, or as server-sent events."""
 
-    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
-    """A comment, which a stream sends while it has no events; clients ignore it."""
-
     @abstractmethod
     async def render_full(self, answers: Answers) -> bytes:
         """Returns the body of an answer that is not streamed."""
@@ -40,6 +37,14 @@ class StreamWriter(ABC):
     @abstractmethod
     def continue_after(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
         """Counts messages that the client of a single prompt has; `chunk` continues them."""
+
+    def keep_alive(self, *, has_ids: bool) -> bytes:
+        """Returns the keep-alive of a stream without events: a comment, which clients ignore.
+
+        `has_ids`: the events of the stream have ids. Then the comment has no empty line: after an
+        id, OpenAI's package takes an empty line for the end of an event without data, and fails.
+        """
+        return b": keep-alive\n" if has_ids else b": keep-alive\n\n"
 
     @abstractmethod
     def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:

@@ -65,6 +65,7 @@ class ResponsesWriter(ItemWriter):
         self._sequence_number = 0  # of the next event
         self._num_delivered_tokens = 0  # tokens that the client had before it resumed
         self._output: list[dict[str, Any]] = []  # items; the last one may be open
+        self._has_ended = False  # the last events are numbered, but may not be sent
 
     @override
     def continue_after(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
@@ -79,8 +80,23 @@ class ResponsesWriter(ItemWriter):
         events = await super().chunk(prompt, message)
         if message.finish_reason == inference_pb2.FINISH_REASON_UNSPECIFIED:
             return events
+        self._has_ended = True
         response = await self._finished(message)
         return events + self._event(f"response.{response['status']}", response=response)
+
+    @override
+    def keep_alive(self, *, has_ids: bool) -> bytes:
+        """Returns the events that begin the response, or repeats that it is in progress.
+
+        Codex CLI gives up a stream without events, and drops comments. A stream whose events have
+        ids has comments: after a resumption, its numbers follow from the tokens alone.
+        """
+        if has_ids or self._has_ended:
+            return super().keep_alive(has_ids=has_ids)
+        if not self._has_started:
+            self._has_started = True
+            return b"".join(self._start(inference_pb2.GenerateResponse()))
+        return self._event("response.in_progress", response=self._head | {"output": self._output})
 
     @override
     def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:

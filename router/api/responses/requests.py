@@ -38,7 +38,6 @@ class ResponsesRequest(ParsedRequest[ResponsesFields]):
     """Holds the translation of a body of POST /v1/responses."""
 
     tools: OfferedTools
-    left_out: Sequence[str]  # types of tools and items that the prompt does not contain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

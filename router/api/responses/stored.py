@@ -23,7 +23,7 @@ from ...storage.interface import Storage, StoredResponse
 from ..large_messages import check_json_elements
 from ..openai.answers import error_response
 from ..openai.lists import list_response, read_page, unknown_after
-from ..openai.openapi import LEFT_OUT, REQUEST_ID
+from ..openai.openapi import REQUEST_ID
 from ..openai.parsing import parse
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
@@ -83,7 +83,8 @@ async def answer_responses(
     id is that of an earlier one of its conversation.
     """
     fairness_id = context.caller.fairness_id
-    parsed = await off_loop(fairness_id, body, partial(parse, ResponsesBody))
+    parse_body = partial(parse, ResponsesBody, ignores_unknown=service.dialect.ignores_unknown)
+    parsed = await off_loop(fairness_id, body, parse_body)
     tenant = context.caller.tenant
     previous = None
     if parsed.previous_response_id is not None:
@@ -103,10 +104,7 @@ async def answer_responses(
         keep = Keeper(storage=service.storage, tenant=tenant, items=items).keep
     # Codex CLI shortens its conversation only after an event: a status of 400 ends the turn.
     form = streaming_form(partial(ResponsesWriter, keep=keep), error_response, (PromptTooLong,))
-    response = GenerationResponse(service, request, context, form)
-    if request.left_out:
-        response.headers[LEFT_OUT] = ", ".join(request.left_out)
-    return response
+    return GenerationResponse(service, request, context, form)
 
 
 async def get_response(service: GenerationService, request: Request) -> Response:

@@ -20,7 +20,7 @@ from ..anthropic.answers import ANTHROPIC_FORM
 from ..anthropic.bodies import CountTokensBody, MessagesBody
 from ..anthropic.requests import parse_count_tokens, parse_messages
 from ..batches.batches import BatchBody, create_batch
-from ..openai.answers import OPENAI_FORM
+from ..openai.answers import OPENAI_FORM, ResponseWriter, error_response
 from ..openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -38,8 +38,8 @@ from ..openai.embeddings import (
     parse_embeddings,
     score_form,
 )
-from ..openai.openapi import READ_ERRORS, Operation, generation, ok
-from ..openai.parsing import json_list, parse
+from ..openai.openapi import LEFT_OUT, READ_ERRORS, Operation, generation, ok
+from ..openai.parsing import json_list, left_out, parse
 from ..openai.requests import (
     AnyRequest,
     parse_chat,
@@ -50,14 +50,14 @@ from ..openai.requests import (
 from ..openai.rerank import RerankBody, make_rerank_request, rerank_form
 from ..openai.respond import off_loop
 from ..openai.streaming import GenerationResponse
-from ..openai.writers import AnswerForm
+from ..openai.writers import AnswerForm, streaming_form
 from ..responses.bodies import ResponsesBody
 from ..responses.stored import answer_responses
 from ..service import GenerationService
 
 
 async def _generate(
-    parse_body: Callable[[bytes, str], AnyRequest],
+    parse_body: Callable[..., AnyRequest],
     form: AnswerForm,
     service: GenerationService,
     body: bytes,
@@ -65,15 +65,26 @@ async def _generate(
     context: RequestContext,
 ) -> Response:
     """Generates for a body that `parse_body` translates, and answers in `form`."""
+    parse_body = partial(parse_body, ignores_unknown=service.dialect.ignores_unknown)
     parsed = await off_loop(context.caller.fairness_id, body, parse_body, request_id)
     return GenerationResponse(service, parsed, context, form)
+
+
+async def _chat(
+    service: GenerationService, body: bytes, request_id: str, context: RequestContext
+) -> Response:
+    """Answers a chat; its reasoning is in the fields that the service has chosen."""
+    writer = partial(ResponseWriter, reasoning_names=service.dialect.reasoning_names)
+    form = streaming_form(writer, error_response)
+    return await _generate(parse_chat, form, service, body, request_id, context)
 
 
 async def _embed(
     service: GenerationService, body: bytes, request_id: str, context: RequestContext
 ) -> Response:
     """Embeds texts, by default with the model's own pooling."""
-    parsed = await off_loop(context.caller.fairness_id, body, parse_embeddings, request_id)
+    parse_body = partial(parse_embeddings, ignores_unknown=service.dialect.ignores_unknown)
+    parsed = await off_loop(context.caller.fairness_id, body, parse_body, request_id)
     model = service.model(parsed.common.model)
     parsed.common.pooling = model.pooling.choose(parsed.common.pooling)
     return GenerationResponse(service, parsed, context, EMBEDDINGS_FORM)
@@ -105,13 +116,15 @@ async def _count_tokens(
     service: GenerationService, body: bytes, _request_id: str, context: RequestContext
 ) -> Response:
     """Counts the tokens of the prompt of a message."""
-    parsed = await off_loop(context.caller.fairness_id, body, parse_count_tokens)
+    parse_body = partial(parse_count_tokens, ignores_unknown=service.dialect.ignores_unknown)
+    parsed = await off_loop(context.caller.fairness_id, body, parse_body)
     request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
     try:
         ids = await service.encode(request, context.caller, context.deadline)
     except TandemError as error:
         return ANTHROPIC_FORM.error_response(error, parsed.field)
-    return JSONResponse({"input_tokens": len(ids)})
+    names = left_out(parsed.body)
+    return JSONResponse({"input_tokens": len(ids)}, headers={LEFT_OUT: names} if names else None)
 
 
 async def _tokenize(
@@ -220,7 +233,7 @@ POSTS: Final[dict[str, tuple[Operation, Answer]]] = {
     ),
     "/v1/chat/completions": (
         generation("Answers a chat.", ChatBody, "chat completion"),
-        partial(_generate, parse_chat, OPENAI_FORM),
+        _chat,
     ),
     "/v1/responses": (
         generation(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,8 +16,12 @@ from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from tandem.cluster.sim.loop import run_simulated
-from tandem.proto import errors
+from tandem.proto import errors, inference_pb2
 from tandem.router.api.openai.keep_alive import EventSender
+from tandem.router.api.openai.parsing import parse
+from tandem.router.api.responses.answers import ResponsesWriter
+from tandem.router.api.responses.bodies import ResponsesBody
+from tandem.router.api.responses.requests import translate_responses
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.tokenizer import Tokenizer
@@ -30,6 +35,14 @@ RESPONSES = "/v1/responses"
 PATHS = (TEXT, CHAT, RESPONSES, ANTHROPIC)
 COMMENT = ": keep-alive\n\n"
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
+CREATED = "event: response.created\n"
+KEEP_ALIVES = {
+    TEXT: COMMENT,
+    CHAT: COMMENT,
+    RESPONSES: "event: response.in_progress\n",
+    ANTHROPIC: PING,
+}
+"""The first line of a keep-alive, or all of it."""
 ENDS = {
     TEXT: "data: [DONE]\n\n",
     CHAT: "data: [DONE]\n\n",
@@ -74,8 +87,12 @@ async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def keep_alive(path: str) -> str:
-    return PING if path == ANTHROPIC else COMMENT
+def numbered_events(text: str) -> list[dict[str, Any]]:
+    """Returns the events of a stream of the Responses API, whose numbers it checks."""
+    lines = [line for line in text.splitlines() if line.startswith("data: ")]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
@@ -103,7 +120,7 @@ async def read(
         assert answer.status_code == 200
         async for part in answer.aiter_text():
             text += part
-            if keep_alive(path) in (text.partition(after)[2] if after else text):
+            if KEEP_ALIVES[path] in (text.partition(after)[2] if after else text):
                 source.error = error
                 source.goes_on.set()
     return text
@@ -119,7 +136,7 @@ def test_the_interval_bounds_every_silence(gaps: list[float], seconds: float) ->
 
     async def run() -> None:
         sender = EventSender(send, [])
-        async with sender.kept_alive(b"keep", seconds):
+        async with sender.kept_alive(lambda: b"keep", seconds):
             for gap in gaps:
                 await asyncio.sleep(gap)
                 await sender.send(b"event")
@@ -145,7 +162,7 @@ def test_events_without_bytes_do_not_count() -> None:
 
     async def run() -> None:
         sender = EventSender(send, [])
-        async with sender.kept_alive(b"keep", 10.0):
+        async with sender.kept_alive(lambda: b"keep", 10.0):
             for _ in range(25):
                 await sender.send(b"")
                 await asyncio.sleep(1.0)
@@ -164,7 +181,7 @@ def test_nothing_passes_what_a_slow_client_has_not_read() -> None:
 
     async def run() -> None:
         sender = EventSender(send, [])
-        async with sender.kept_alive(b"keep", 10.0):
+        async with sender.kept_alive(lambda: b"keep", 10.0):
             await asyncio.sleep(11.0)
             await sender.send(b"event")
         await sender.end(b"")
@@ -178,7 +195,7 @@ def test_a_head_that_was_not_sent_leaves_the_status_to_an_error() -> None:
         await asyncio.sleep(100.0)
 
     async def wait(sender: EventSender) -> None:
-        async with sender.kept_alive(b"keep", 10.0):
+        async with sender.kept_alive(lambda: b"keep", 10.0):
             await asyncio.sleep(50.0)
             raise errors.Unavailable("no worker")
 
@@ -196,8 +213,8 @@ async def test_keep_alives_before_the_first_token(
     http: httpx.AsyncClient, source: FakeTokenSource, path: str
 ) -> None:
     text = await read(http, path, source)
-    assert text.startswith(keep_alive(path))
-    assert text.replace(keep_alive(path), "").endswith(ENDS[path])
+    assert text.startswith(CREATED if path == RESPONSES else KEEP_ALIVES[path])
+    assert text.endswith(ENDS[path])
     assert len(source.requests) == 1
 
 
@@ -208,8 +225,8 @@ async def test_keep_alives_during_a_tool_call(
     source.answer = [*f"A{CALL}".encode(), EOS_ID]
     source.stall_after = 20
     text = await read(http, path, source, after=': "A"', tools=[TOOLS[path]])
-    assert keep_alive(path) in text.partition(': "A"')[2].partition("weather")[0]
-    assert text.replace(keep_alive(path), "").endswith(ENDS[path])
+    assert KEEP_ALIVES[path] in text.partition(': "A"')[2].partition("weather")[0]
+    assert text.endswith(ENDS[path])
 
 
 @pytest.mark.parametrize("keepalive_seconds", [None, NEVER])
@@ -219,7 +236,8 @@ async def test_no_keep_alives_while_tokens_flow(
 ) -> None:
     source.stall_after = None
     text = (await http.post(path, json=body(path))).text
-    assert text.count(keep_alive(path)) == (path == ANTHROPIC)  # which follows message_start
+    begins = path in (RESPONSES, ANTHROPIC)  # these streams begin with such an event
+    assert text.count(KEEP_ALIVES[path]) == begins
     assert text.endswith(ENDS[path])
 
 
@@ -232,22 +250,73 @@ async def test_an_error_after_a_keep_alive_ends_the_stream(
     await source.wait_running(1)
     text = await read(http, path, source, error=errors.Overloaded("full"))
     assert (await full).status_code == 429
-    last = text.removeprefix(keep_alive(path)).rpartition(keep_alive(path))[2]
-    data = [json.loads(each.partition("data: ")[2]) for each in last.strip().split("\n\n")]
-    error = data[-1]
     if path == RESPONSES:
-        kinds = ["response.created", "response.in_progress", "error", "response.failed"]
-        assert [each["type"] for each in data] == kinds
-        assert [each["sequence_number"] for each in data] == [0, 1, 2, 3]
-        error = data[2]
+        begin, *repeated, error, last_event = numbered_events(text)
+        assert (begin["type"], error["type"]) == ("response.created", "error")
+        assert {each["type"] for each in repeated} == {"response.in_progress"}
+        assert last_event["type"] == "response.failed"
         assert (error["message"], error["param"]) == ("full", None)
-        failed = data[3]["response"]
+        failed = last_event["response"]
         assert failed["error"] == {"code": error["code"], "message": "full"}
         assert (failed["status"], failed["store"]) == ("failed", False)
     else:
-        assert len(data) == 1
+        last = text.removeprefix(KEEP_ALIVES[path]).rpartition(KEEP_ALIVES[path])[2]
+        (error,) = [json.loads(each) for each in re.findall("^data: (.+)$", last, re.MULTILINE)]
         assert last.startswith("event: error\n") == (path == ANTHROPIC)
     assert (error["error"]["type"], error["error"]["message"]) == ("rate_limit_error", "full")
+
+
+async def test_keep_alives_of_a_response_are_numbered_events(
+    http: httpx.AsyncClient, source: FakeTokenSource
+) -> None:
+    """Codex CLI counts only events: comments do not stop its timer."""
+    source.stall_after = 2
+    events = numbered_events(await read(http, RESPONSES, source, after=': "e"'))
+    assert [each["type"] for each in events[:2]] == ["response.created", "response.in_progress"]
+    (at,) = [i for i, each in enumerate(events) if each.get("delta") == "e"]
+    assert events[at + 1]["type"] == "response.in_progress"
+    response = events[at + 1]["response"]
+    assert response["id"] == events[0]["response"]["id"]
+    assert response["status"] == "in_progress"
+    assert response["output"][0]["content"][0]["text"] == "he"
+    assert [each["type"] for each in events].count("response.created") == 1
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "hello"
+
+
+async def test_keep_alives_of_a_response_whose_events_have_ids_are_comments(
+    http: httpx.AsyncClient, source: FakeTokenSource
+) -> None:
+    """So they take no number that a resumed stream begins with."""
+    source.stall_after = 2
+    http.headers["Tandem-Resume"] = "1"
+    text = ""
+    async with http.stream("POST", RESPONSES, json=body(RESPONSES)) as answer:
+        async for part in answer.aiter_text():
+            text += part
+            if ": keep-alive\n" in text.partition('"delta": "e"')[2]:
+                source.goes_on.set()
+    kinds = [each["type"] for each in numbered_events(text)]
+    assert kinds.count("response.in_progress") == 1
+    assert kinds[-1] == "response.completed"
+
+
+async def test_a_keep_alive_while_a_response_is_stored_has_no_number() -> None:
+    """Events with lower numbers are sent only afterwards."""
+    parsed = parse(ResponsesBody, b'{"input": "hello?"}')
+    keep_alives: list[bytes] = []
+
+    async def keep(response: dict[str, Any]) -> dict[str, Any]:
+        keep_alives.append(writer.keep_alive(has_ids=False))
+        return response
+
+    writer = ResponsesWriter(translate_responses(parsed, "id"), "tiny", (), keep)
+    message = inference_pb2.GenerateResponse(
+        text="hello", finish_reason=inference_pb2.FINISH_REASON_STOP
+    )
+    events = numbered_events((await writer.chunk(0, message)).decode())
+    assert events[-1]["type"] == "response.completed"
+    assert keep_alives == [COMMENT.encode()]
 
 
 async def test_an_invalid_request_has_its_status(http: httpx.AsyncClient) -> None:

@@ -2,17 +2,34 @@
 
 import json
 import math
+import re
 from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import PARAMETERS
+from tandem.router.api.dialect import Dialect
 from tandem.router.api.openai.bodies import REASONS, ChatBody, CompletionBody
-from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
+from tandem.router.api.openai.embeddings import parse_embeddings
+from tandem.router.api.openai.parsing import MAX_NAME, left_out
+from tandem.router.api.openai.parsing import parse as parse_body
+from tandem.router.api.openai.requests import (
+    OpenAIRequest,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
+from tandem.router.api.server.http_server import HttpServer
+from tandem.router.api.service import GenerationService
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
+from tandem.tests.waits import WAIT
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -106,6 +123,114 @@ def test_documents_and_effort_are_variables_of_the_template_and_its_own_win() ->
         "chat", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}
     ).prompts
     assert json.loads(prompt.chat.template_kwargs) == {"reasoning_effort": "high"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}),
+        ({"chat_template_args": {"a": [1]}}, {"a": [1]}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True, "a": 1}, "enable_thinking": True},
+            {"enable_thinking": True, "a": 1},
+        ),
+        (
+            {"chat_template_args": {"b": 2}, "chat_template_kwargs": {"a": 1}},
+            {"a": 1, "b": 2},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_args": {"reasoning_effort": "high"}},
+            {"reasoning_effort": "high"},
+        ),
+    ],
+)
+def test_the_fields_by_which_agents_switch_thinking_are_variables_of_the_template(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    (prompt,) = parse("chat", **fields).prompts
+    assert json.loads(prompt.chat.template_kwargs) == expected
+    body = json.dumps({"messages": MESSAGES} | fields).encode()
+    assert parse_tokenize(body)[0].prompt.chat.template_kwargs == prompt.chat.template_kwargs
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True},
+            "enable_thinking",
+        ),
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": 0}, "thinking": {"type": "enabled"}},
+            "thinking",
+        ),
+        ({"chat_template_kwargs": {"a": 1}, "chat_template_args": {"a": 2}}, "chat_template_args"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match="set it once") as caught:
+        parse("chat", **fields)
+    assert caught.value.field == field
+
+
+UNKNOWN = {"temprature": 1, "nothing": None, "a\nö": [{"b": 1}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "stream": True},
+    "/v1/chat/completions": {"messages": MESSAGES, "stream": True},
+    "/v1/responses": {"input": "x", "stream": True},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9, "stream": True},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_service_may_ignore_unknown_fields_and_names_them(
+    generation: GenerationService, source: FakeTokenSource, path: str
+) -> None:
+    generation.dialect = Dialect(ignores_unknown=True)
+    source.answer = [*b"hello", EOS_ID]
+    body = BODIES[path]
+    server = HttpServer(generation)
+    try:
+        url = f"http://{await server.start('127.0.0.1:0')}"
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT) as http:
+            for sent in (body, {name: body[name] for name in body if name != "stream"}):
+                ignored = await http.post(path, json=sent | UNKNOWN)
+                assert ignored.status_code == 200
+                assert ignored.headers["tandem-left-out"] == r"temprature, a\n\xf6"
+                known = await http.post(path, json=sent)
+                assert "tandem-left-out" not in known.headers
+            refused = await http.post(path, json=body | {"chat_template": "x"})
+            assert refused.status_code == 400  # a field of vLLM, with an alternative
+    finally:
+        await server.stop(0)
+
+
+def test_embeddings_may_have_unknown_fields_that_are_ignored() -> None:
+    body = b'{"input": "x", "dimension": 3}'
+    with pytest.raises(InvalidArgument, match="dimension: is not a field of this request"):
+        parse_embeddings(body, "id")
+    assert left_out(parse_embeddings(body, "id", ignores_unknown=True).body) == "dimension"
+
+
+def test_unknown_members_of_parameters_are_never_ignored() -> None:
+    body = json.dumps({"prompt": "x", "structured_outputs": {"regexp": "b"}}).encode()
+    with pytest.raises(InvalidArgument, match="is not a field of this request") as caught:
+        parse_completion(body, "id", ignores_unknown=True)
+    assert caught.value.field == "structured_outputs.regexp"
+
+
+@given(names=st.lists(st.text(), max_size=20, unique=True))
+def test_the_names_of_unknown_fields_fit_a_header(names: list[str]) -> None:
+    fields: dict[str, Any] = {f" {name}": 1 for name in names} | {"prompt": "x"}
+    parsed = parse_body(CompletionBody, json.dumps(fields).encode(), ignores_unknown=True)
+    found = left_out(parsed)
+    assert re.fullmatch("[ -~]*", found)
+    assert found == found.strip()
+    assert len(found) <= 16 * (MAX_NAME + 2)
 
 
 FREE = {"schema", "parameters", "input_schema", "input", "metadata"}

@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.router.api.dialect import Dialect, ReasoningField
 from tandem.router.api.responses.items import decode_reasoning, encode_reasoning
+from tandem.router.api.server.http_server import HttpServer
+from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.http_bodies import events_of
 from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
-from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT
 
 THOUGHT = "Köln?\n\nA < B."
@@ -73,6 +77,39 @@ async def test_chat_completions(answering: Service) -> None:
         back = message.model_dump(include={"role", "content", "reasoning_content"})
         await client.chat.completions.create(messages=[USER, back, USER], **fields)
     assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("reasoning", {"reasoning"}),
+        ("both", {"reasoning", "reasoning_content"}),
+        ("reasoning_content", {"reasoning_content"}),
+    ],
+)
+async def test_the_fields_of_a_chat_that_have_the_reasoning(
+    generation: GenerationService,
+    source: FakeTokenSource,
+    field: ReasoningField,
+    names: set[str],
+) -> None:
+    generation.dialect = Dialect(reasoning_field=field)
+    source.answer = [*ANSWER.encode(), EOS_ID]
+    server = HttpServer(generation)
+    try:
+        url = f"http://{await server.start('127.0.0.1:0')}"
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT) as http:
+            body = {"messages": [USER], "max_tokens": 400}
+            whole = (await http.post("/v1/chat/completions", json=body)).json()
+            message = whole["choices"][0]["message"]
+            streamed = await http.post("/v1/chat/completions", json=body | {"stream": True})
+        deltas = [each["choices"][0]["delta"] for each in events_of(streamed)]
+        for name in ("reasoning", "reasoning_content"):
+            expected = THOUGHT if name in names else ""
+            assert message.get(name, "") == expected
+            assert "".join(delta.get(name, "") for delta in deltas) == expected
+    finally:
+        await server.stop(0)
 
 
 async def test_a_stop_string_or_a_limit_in_a_thought(answering: Service) -> None:

@@ -274,7 +274,7 @@ function takeChunk(answer, chunk) {
   const [choice] = chunk.choices;
   if (!choice) return;
   const text = choice.delta.content || "";
-  const thought = choice.delta.reasoning_content || "";
+  const thought = choice.delta.reasoning_content || choice.delta.reasoning || "";
   const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   if (text || thought || choice.logprobs?.content?.length) answer.first ||= performance.now();
   answer.text += text;
