@@ -88,6 +88,7 @@ SHARING_PATHS: Final = (
     "workers/model",
     "workers/test_adapters.py",
     "workers/test_cache_reports.py",
+    "workers/test_cache_reset.py",
     "workers/test_choices.py",
     "workers/test_damaged_messages.py",
     "workers/test_disk_tier.py",

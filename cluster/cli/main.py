@@ -28,7 +28,7 @@ from .model import model_app, quantize
 from .plan import check, plan_app
 from .serve import ServeCommand, check_config, serve
 from .watermark.commands import watermark_app
-from .workers import drain, role
+from .workers import drain, reset_cache, role
 
 _TRACEBACK_VARIABLE: Final = "TANDEM_TRACEBACK"
 _MAX_TEXT: Final = 500
@@ -74,6 +74,7 @@ for command in (
     demo,
     drain,
     role,
+    reset_cache,
     check,
     check_config,
     quantize,

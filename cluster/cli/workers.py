@@ -1,4 +1,4 @@
-"""`tandem drain` and `tandem role`: take workers out of service, and give them another role."""
+"""`tandem drain`, `role` and `reset-cache`: commands to the workers of a service."""
 
 import asyncio
 import time
@@ -12,7 +12,13 @@ from ...proto.errors import InvalidArgument, NotFound, Unavailable
 from ...proto.identity import PeerIdentity
 from ..config import PoolRole
 from ..serve.identity_file import kept_status_url, read_identity
-from ..serve.status import MAX_WAIT_SECONDS, SWITCH_SECONDS, drain_workers, switch_worker
+from ..serve.status import (
+    MAX_WAIT_SECONDS,
+    SWITCH_SECONDS,
+    drain_workers,
+    reset_caches,
+    switch_worker,
+)
 from ..service_url import STATUS_URL, ServiceAccess
 from . import options as o
 
@@ -104,6 +110,21 @@ def role(
     left = asyncio.run(switch_worker(known[worker_id]["address"], wanted, timeout, own))
     seconds = time.monotonic() - began
     typer.echo(f"{worker_id}: {wanted} after {seconds:.2f} s, {left} requests left")
+
+
+@o.service_options(STATUS_URL)
+def reset_cache(service: ServiceAccess, identity: _Identity = None) -> None:
+    """Empty the prefix caches of all workers: in memory, in host memory and on disk.
+
+    Running requests go on. Exit code 1: a worker has not emptied its cache, or does not answer.
+    """
+    url, found = service.status()
+    workers = {worker["id"]: worker["address"] for worker in found["workers"]}
+    failed = asyncio.run(reset_caches(workers, _identity(url, found, identity)))
+    for name in workers:
+        typer.echo(f"{name}: {failed.get(name, 'empty')}")
+    if failed:
+        raise Unavailable("not every prefix cache is empty; run the command again")
 
 
 def _identity(url: str, found: dict[str, Any], path: Path | None) -> PeerIdentity:

@@ -49,7 +49,7 @@ from ..store.adapters import named_adapter
 from ..store.generation_defaults import generation_defaults
 from ..store.pooling import pooling_rules
 from .ports import bind_api_servers, bind_ops_server, port_of
-from .status import load_on_workers
+from .status import load_on_workers, reset_caches
 from .storage.runner import BatchRunner
 from .storage.usage import UsageReporter
 from .telemetry.monitor import RouterMonitor, open_spans
@@ -175,6 +175,7 @@ class RouterRuntime:
                 reasoning_field=router.reasoning_field,
                 ignores_unknown=router.unknown_fields == "ignore",
             ),
+            reset_cache=partial(_reset_cache, registry, identity),
         )
         usage = UsageReporter(service.storage, name)
         monitor.telemetry.observers.append(usage.record)
@@ -298,6 +299,11 @@ class RouterRuntime:
         await self._monitor.close()
         self._claims.close()
         await self._dispatcher.close()
+
+
+async def _reset_cache(registry: WorkerRegistry, identity: PeerIdentity) -> dict[str, str]:
+    known = {worker.worker_id: worker.address for worker in registry.workers()}
+    return await reset_caches(known, identity)
 
 
 def _adapter_admin(

@@ -1,4 +1,4 @@
-"""Names the deployments of a service, and calls its workers: status, drain, role, adapters.
+"""Names the deployments of a service, and calls its workers: status, drain, role, reset, adapters.
 
 Each deployment is a Serve application: NAME, then NAME.2, NAME.3 and so on, with its status page at
 the route of its name. Does not import Ray.
@@ -6,7 +6,8 @@ the route of its name. Does not import Ray.
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import grpc.aio
@@ -31,6 +32,7 @@ MAX_WAIT_SECONDS: Final = 86_400.0
 """The longest time for which a worker waits for its requests."""
 
 _LOAD_SECONDS: Final = 60.0  # of an adapter
+_RESET_SECONDS: Final = 60.0  # a worker waits for the write of a block, and for its engine
 
 
 def deployment_number(service: str, application: str) -> int:
@@ -170,6 +172,22 @@ async def switch_worker(address: str, role: str, timeout: float, identity: PeerI
     if answer.error:
         raise Unavailable(answer.error)
     return int(answer.num_requests)
+
+
+async def reset_caches(workers: Mapping[str, str], identity: PeerIdentity) -> dict[str, str]:
+    """Empties the prefix caches of workers, given as addresses by id, at one time.
+
+    Returns by id the reason why a worker has not emptied its cache.
+    """
+    answers: list[worker_pb2.ResetPrefixCacheResponse | None] = await _call_workers(
+        "ResetPrefixCache",
+        worker_pb2.ResetPrefixCacheRequest(time=time.time_ns()),
+        list(workers.values()),
+        identity,
+        timeout=_RESET_SECONDS,
+    )
+    reasons = ["no answer" if answer is None else answer.error for answer in answers]
+    return {name: reason for name, reason in zip(workers, reasons, strict=True) if reason}
 
 
 async def load_on_workers(

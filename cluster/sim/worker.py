@@ -14,6 +14,7 @@ from ...workers.engine.block_pool import BlockState
 from ...workers.engine.engine import Engine
 from ...workers.engine.plan import StepPlan
 from ...workers.serve.cache_reports import CacheReports
+from ...workers.serve.cache_reset import CacheAge
 from ...workers.serve.grammars import GrammarCompiler
 from ...workers.serve.load import LoadReader
 from ...workers.serve.prefix_transfer import PrefixImporter, PrefixLender
@@ -163,7 +164,8 @@ class SimulatedWorker:
             failed=spec.failed,
             canary=Canary(self._runner.post, self._runner.call_in_loop, spec.failed),
             reports=CacheReports(),
-            importer=PrefixImporter(self._kv, block_size, None, is_whole=has_windows),
+            importer=PrefixImporter(self._kv, block_size, None, CacheAge(), is_whole=has_windows),
+            age=CacheAge(),
             clock=spec.clock,
         )
 

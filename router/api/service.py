@@ -4,7 +4,15 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +29,7 @@ from ...proto.errors import (
     KeyLimitReached,
     NotFound,
     Overloaded,
+    PermissionDenied,
     TandemError,
     Unavailable,
 )
@@ -94,6 +103,7 @@ class GenerationService:
         resume_policy: ResumePolicy | None = None,
         storage: Storage | None = None,
         dialect: Dialect = Dialect(),
+        reset_cache: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
     ) -> None:
         """Takes at least one of `models`; `source` generates for all of them.
 
@@ -104,6 +114,8 @@ class GenerationService:
         model. The names are listed. Of the aliases only those in the form of a hub id are listed,
         because clients should not see the path of a folder. `storage` keeps responses, files and
         batches; None: in memory, for this service alone. `dialect`: of the HTTP APIs.
+        `reset_cache` empties the prefix caches of all workers, and returns by worker the reason why
+        one has not; None: there is no cache.
         """
         self.http_port = 0  # of the HTTP API beside the gRPC API, once it listens
         self._models = {model.name: model for model in models}
@@ -120,6 +132,7 @@ class GenerationService:
         self.telemetry = telemetry or RequestTelemetry()
         self.storage = storage or LocalStorage()
         self.dialect = dialect
+        self._reset_cache = reset_cache
 
     @property
     def models(self) -> list[ServedModel]:
@@ -301,6 +314,15 @@ class GenerationService:
         """Accepts no more requests for an adapter. Raises PermissionDenied or NotFound."""
         await self._adapters.unload(caller, request.lora_name)
         return inference_pb2.UnloadLoraAdapterResponse()
+
+    async def reset_prefix_cache(self, caller: Caller) -> Mapping[str, str]:
+        """Empties the prefix caches of all workers; returns by worker why one has not.
+
+        Raises PermissionDenied.
+        """
+        if not caller.sees_all:
+            raise PermissionDenied("only an operator's key may reset the prefix cache")
+        return {} if self._reset_cache is None else await self._reset_cache()
 
     def limit_context(self, least: int, most: int) -> None:
         """Serves sequences of at most `most` tokens, of which every worker holds `least`.

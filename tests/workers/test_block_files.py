@@ -109,6 +109,13 @@ class FilesMachine(RuleBasedStateMachine):
         self.model = self.model[-max_files:]
 
     @rule()
+    def clear(self) -> None:
+        self.files.clear()
+        self.model = []
+        assert self.files.num_bytes == 0
+        assert not list(Path(self.folder.name).rglob("*.kv"))
+
+    @rule()
     def take_changes(self) -> None:
         stored, evicted = self.files.take_changes()
         self.reported = self.reported.difference(evicted).union(stored)

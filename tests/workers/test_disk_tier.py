@@ -33,6 +33,7 @@ from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
+from tandem.tests.workers.test_cache_reset import reset
 from tandem.workers.engine.config import SpeculativeConfig
 from tandem.workers.engine.events import Admitted
 from tandem.workers.kv_cache.block_files import BlockFiles
@@ -222,6 +223,37 @@ async def test_a_session_hears_of_what_is_on_disk(tmp_path: Path, served: Served
         assert chain - {lost} < set(stored)
         assert lost not in stored
         assert len(stored) == len(set(stored))
+
+
+async def test_a_reset_removes_all_files_of_all_ranks(tmp_path: Path, served: Served) -> None:
+    prompt = PROMPTS[0]
+    await served.fill(tmp_path)
+    async with served.worker(tmp_path) as (worker, session):
+        assert await served.answer(session, prompt) == 96
+        assert await reset(worker) == [""]
+        assert sizes_of(tmp_path) == []
+        assert await served.answer(session, prompt, "after") == 0
+        await served.written(worker, prompt)
+        assert await served.answer(session, prompt, "again") == 96
+
+
+async def test_a_disk_that_refuses_a_reset_is_reported(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served.worker(tmp_path) as (worker, session):
+        assert await served.answer(session, PROMPTS[0]) == 0
+        await served.written(worker, PROMPTS[0])
+        with monkeypatch.context() as patch:
+
+            def refuse(files: BlockFiles) -> None:
+                raise OSError("read-only")
+
+            patch.setattr(BlockFiles, "clear", refuse)
+            assert await reset(worker) == [
+                "some KV cache is left; the log of the worker has the reason"
+            ]
+        assert await reset(worker) == [""]
+        assert sizes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("size", [0, 50, 700])

@@ -26,6 +26,7 @@ from tandem.tests.waits import WAIT
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit
+from tandem.tests.workers.test_cache_reset import reset
 from tandem.tests.workers.test_stats import Figures
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.serve import load_reports, prefix_transfer
@@ -145,6 +146,13 @@ async def test_a_returning_conversation_is_fetched(
         assert both.figures.sums[RESTORED, ("remote",)] == cached - own
         status = await idle(both.workers[0])
         assert status.num_restored_tokens == cached - own
+
+
+async def test_nothing_is_fetched_from_a_holder_that_is_reset_later() -> None:
+    async with two(fake_rank(), fake_rank()) as both:
+        prompt = await both.converse()
+        assert await reset(both.workers[0]) == [""]
+        assert (await both.turn("next", prompt, prefix_holder=both.holder()))[1] == 0
 
 
 async def test_the_time_of_a_fetch_is_reported_apart_from_the_prefill(

@@ -26,7 +26,7 @@ class BlockState(enum.Enum):
          │ └──────────────share──────────────────┘
          └──reserve (evicts the next one, see kv_cache/eviction.py)──> RESERVED
 
-    A block that both sequences and leases hold is OWNED.
+    A block that both sequences and leases hold is OWNED. `clear` makes CACHED blocks FREE.
     """
 
     FREE = "free"
@@ -193,6 +193,22 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
             self._leave(digest)
+
+    def clear(self) -> None:
+        """Empties the cache, also in `host`: no hash is found until its next `publish`.
+
+        Owned and leased blocks stay as they are and become free with their release. Call it between
+        two plans.
+        """
+        gone = dict.fromkeys((*self._block_of, *self.host.clear()))
+        for block in self._hash_of:
+            if self._state[block] is BlockState.CACHED:
+                self._move(block, BlockState.FREE)
+        self._block_of.clear()
+        self._hash_of.clear()
+        self.retained.clear()
+        for digest in gone:
+            _record(digest, self._evicted, self._stored)
 
     def retain(self, prefix: Iterable[bytes], tenant: bytes, end: float) -> None:
         """Keeps the hashes of a prefix: until the time `end` they are evicted after all others.

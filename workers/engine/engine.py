@@ -225,6 +225,16 @@ class Engine:
         """Ends leases that `lease_cached` began."""
         self.requests.pool.end_copy(blocks)
 
+    def clear_cache(self) -> CacheChanged:
+        """Empties the prefix cache, also in host memory; returns the change, which no step reports.
+
+        Sequences and leases go on. What they hold now enters the cache no more, and neither does
+        what these sequences compute after it.
+        """
+        self.requests.clear_cache()
+        stored, evicted = self._take_changes()
+        return CacheChanged(stored=stored, evicted=evicted)
+
     def take_role(self, budgets: Budgets, share: CpuShare) -> None:
         """Runs later steps within `budgets` and with `share`; running sequences go on.
 

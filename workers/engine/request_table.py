@@ -91,6 +91,7 @@ class RequestTable:
             submitted,
             self.config.tables,
             search=search,
+            enters_cache=spec.enters_cache and self.config.budgets.prefix_caching,
         )
         if search:
             search.members.append(sequence)
@@ -367,9 +368,18 @@ class RequestTable:
 
     def publish(self, sequence: Sequence) -> None:
         """Adds the sequence's newly full and computed blocks to the prefix cache."""
-        if self.config.budgets.prefix_caching:
+        if sequence.enters_cache:
             for block, name in sequence.publishable():
                 self.pool.publish(block, name)
+
+    def clear_cache(self) -> None:
+        """Empties the prefix cache; see `Engine.clear_cache`."""
+        for sequence in self.sequences.values():
+            # The KV cache of a DECODE may have been computed already.
+            if sequence.state is not State.WAITING or sequence.spec.task is Task.DECODE:
+                sequence.enters_cache = False
+        self.pool.clear()
+        self.states.pool.clear()
 
     def retain(self, sequence: Sequence) -> None:
         """Begins the retentions of a sequence once its prompt is computed and published."""

@@ -108,6 +108,8 @@ class SequenceSpec:
     num_remote: int = 0
     retentions: tuple[PrefixRetention, ...] = ()  # not for a DECODE
     tenant: bytes = b""  # whose share of the cache the retentions use
+    # False: its KV cache comes from another worker and is older than this worker's last reset.
+    enters_cache: bool = True
 
     @property
     def max_length(self) -> int:
@@ -224,6 +226,7 @@ class Sequence:
     num_draft: int = 0
     forgoes_drafts: bool = False
     retentions: tuple[PrefixRetention, ...] = field(init=False)  # that have not begun
+    enters_cache: bool = True  # what it computes or imports enters the prefix cache
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)

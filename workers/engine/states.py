@@ -102,7 +102,7 @@ class SequenceStates:
 
     def _checkpoints(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Returns the resume points within a chunk for which slots are available."""
-        if not self._config.budgets.prefix_caching:
+        if not sequence.enters_cache:
             return []
         found = [position for position in sequence.points if start < position < end]
         return found[max(len(found) - self.pool.num_available, 0) :]
@@ -113,7 +113,7 @@ class SequenceStates:
         Decoding leaves its newest point in place of the one before, which is forgotten here, and
         only in a free slot.
         """
-        if not self._config.budgets.prefix_caching:
+        if not sequence.enters_cache:
             return False
         if position <= len(sequence.spec.tokens):
             return position in sequence.points
@@ -161,7 +161,8 @@ class SequenceStates:
         sequence.extend_chain()
         for position, slot in done:
             name = sequence.chain[position // self._config.block_size - 1]
-            self.pool.publish(slot, name)
+            if sequence.enters_cache:
+                self.pool.publish(slot, name)
             self.pool.release([slot])
             if position > len(sequence.spec.tokens):
                 slots.newest = name

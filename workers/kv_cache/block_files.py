@@ -101,7 +101,9 @@ class BlockFiles:
 
     def close(self) -> None:
         """Closes the folder, so that another process may use it."""
-        os.close(self._folder)
+        with self._lock:
+            self._files.clear()  # a `clear` that still runs ends
+            os.close(self._folder)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Returns the hashes that were stored and those that were evicted since the last call.
@@ -178,6 +180,18 @@ class BlockFiles:
                 with suppress(OSError):
                     self._remove(name)
         return payload if is_whole else None
+
+    def clear(self) -> None:
+        """Removes all files, also those of other kinds; no write may run meanwhile.
+
+        Raises OSError if the disk refuses it.
+        """
+        with self._lock:
+            names = list(self._files)
+        for name in names:
+            with self._lock:  # for one file, so that nobody waits for all of them
+                if name in self._files:
+                    self._remove(name)
 
     def _header(self, digest: bytes, parts: Sequence[memoryview]) -> bytes:
         checksum = crc32c(self._kind + digest)

@@ -83,6 +83,12 @@ class RetainedHashes:
         if not own:
             del self._of_tenant[tenant]
 
+    def clear(self) -> None:
+        """Ends all retentions."""
+        self._retained.clear()
+        self._of_tenant.clear()
+        self._ends.clear()
+
     def drop_ended(self, now: float) -> list[bytes]:
         """Drops and returns the hashes whose retention has ended at the time `now`."""
         ended: list[bytes] = []

@@ -82,6 +82,21 @@ class HostTier:
         """Schedules the load of a pinned hash into a block."""
         self._loaded.append((self._host_block_of[digest], block))
 
+    def clear(self) -> list[bytes]:
+        """Removes all hashes and returns them; call it right after `take_copies` or between plans.
+
+        Raises RuntimeError if the next plan loads a host block.
+        """
+        if self._pinned:
+            raise RuntimeError(f"host blocks {self._pinned} are pinned for the next plan")
+        gone = list(self._host_block_of)
+        for digest in gone:
+            self.order.remove(digest)
+        self._free += self._host_block_of.values()
+        self._host_block_of.clear()
+        self._saved.clear()
+        return gone
+
     def take_copies(self) -> tuple[Copies, Copies]:
         """Returns the copies that a plan must save and those it must load since the last call."""
         saved = tuple((block, host_block) for host_block, block in self._saved.items())

@@ -5,9 +5,10 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from ...proto import worker_pb2
 from ..engine.engine import Engine
@@ -76,7 +77,7 @@ class DiskTier:
         # The blocks of the newest step first; within a step in their order.
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         self._writing: asyncio.Task[None] | None = None
-        self._closing = False
+        self._num_pauses = 0  # while it is above 0, no block is written
         self._no_writes_before = 0.0  # a time of the clock
         self._no_reads_before = 0.0  # a time of the clock
         # Speed of reading a rank's part, with checks and copies; 0 if unknown.
@@ -175,7 +176,7 @@ class DiskTier:
 
         The engine in `thread` owns the KV cache.
         """
-        if self._closing or self._clock() < self._no_writes_before:
+        if self._num_pauses or self._clock() < self._no_writes_before:
             return
         new = [digest for digest in digests if digest not in self]
         for digest in reversed(new):
@@ -193,11 +194,33 @@ class DiskTier:
 
     async def close(self) -> None:
         """Stops after the block that is being written; the engine's thread must still run."""
-        self._closing = True
+        await self._pause()
+        self._disk.files.close()
+
+    @asynccontextmanager
+    async def emptied(self) -> AsyncIterator[None]:
+        """Removes all blocks, on every rank; writes no block until the end of the context.
+
+        Raises TimeoutError if a write does not end, and OSError if a disk refuses it.
+        """
+        try:
+            await self._pause()
+            if self._writing is not None:
+                raise TimeoutError("the disk does not end the write of a block")
+            try:
+                await self._on_all_ranks(self._disk.clear(), clear_disk=True)
+            finally:
+                self.report()
+            yield
+        finally:
+            self._num_pauses -= 1
+
+    async def _pause(self) -> None:
+        """Begins a pause of all writes; waits for the block that is being written."""
+        self._num_pauses += 1
         self._unwritten.clear()
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=_COMMAND_SECONDS)
-        self._disk.files.close()
 
     async def _write_all(self, thread: EngineThread) -> None:
         try:
@@ -232,7 +255,7 @@ class DiskTier:
             self.forget(tried)
             await thread.settle(_COMMAND_SECONDS)
             for block, digest in leased:
-                if self._closing:
+                if self._num_pauses:
                     break
                 await self._write(digest, block)
         finally:
@@ -247,10 +270,12 @@ class DiskTier:
         cannot get into a file.
         """
         command = worker_pb2.DiskBlocks(hashes=[digest], blocks=[block])
-        parts = [client.ask(write_disk=command) for client in self._clients]
-        for result in await asyncio.gather(
-            self._disk.write(digest, block), *parts, return_exceptions=True
-        ):
+        await self._on_all_ranks(self._disk.write(digest, block), write_disk=command)
+
+    async def _on_all_ranks(self, own: Coroutine[Any, Any, None], **command: Any) -> None:
+        """Runs `own` here and a command on the other ranks; raises an error after their ends."""
+        parts = [client.ask(**command) for client in self._clients]
+        for result in await asyncio.gather(own, *parts, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 

@@ -27,6 +27,7 @@ from ..engine.sequence import SequenceSpec
 from ..kv_cache.tables import SequenceKv
 from ..tp.kv_group import KvGroup
 from ..transfer.frames import FetchTarget, TransferError
+from .cache_reset import CacheAge
 from .disk_tier import DiskTier
 from .engine_thread import EngineRunner
 
@@ -68,6 +69,8 @@ class PrefixLender:
     ) -> None:
         """Answers one LeasePrefix stream; the lease ends with the stream in all cases."""
         number = next(self._ids)
+        # Before the lease: a reset in between must not make older KV cache look newer.
+        handle = self._kv_handle(0)
         leased: list[LeasedPrefix] = []
         try:
             async with asyncio.timeout(_LEASE_SECONDS):
@@ -78,7 +81,8 @@ class PrefixLender:
                 self._load_changed()
                 await self._thread.settle(PREFIX_FETCH_SECONDS)
                 (prefix,) = leased
-                await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, prefix, chain)))
+                self._offer(number, handle, prefix, chain)
+                await send(worker_pb2.LeasePrefixResponse(kv=handle))
                 async for _ in requests:  # until the other side has the blocks or gives up
                     pass
         # A RuntimeError comes from an engine that has ended.
@@ -92,15 +96,16 @@ class PrefixLender:
         self._thread.post(partial(_unlease, leased))
         self._load_changed()
 
-    def _offer(self, number: int, leased: LeasedPrefix, chain: list[bytes]) -> worker_pb2.KvHandle:
-        """Offers a leased prefix, which is all computed, and returns its handle."""
-        handle = self._kv_handle(leased.num_tokens)
+    def _offer(
+        self, number: int, handle: worker_pb2.KvHandle, leased: LeasedPrefix, chain: list[bytes]
+    ) -> None:
+        """Offers a leased prefix, which is all computed, by `handle`."""
+        handle.num_tokens = leased.num_tokens
         if leased.num_tokens:
             place = SequenceKv(leased.tables, leased.state)
             self._kv.offer(number, handle, place, chain[leased.num_tokens // self._block_size - 1])
             self._kv.progress(number, handle.num_tokens)
             self._kv.complete(number, _NO_FIRST_TOKENS)
-        return handle
 
 
 def _unlease(leased: list[LeasedPrefix], engine: Engine) -> None:
@@ -112,9 +117,15 @@ class PrefixImporter:
     """Imports prefixes from other workers or from disk; lives in one event loop."""
 
     def __init__(
-        self, kv: KvGroup, block_size: int, disk: DiskTier | None, *, is_whole: bool = False
+        self,
+        kv: KvGroup,
+        block_size: int,
+        disk: DiskTier | None,
+        age: CacheAge,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        """Makes an importer.
+        """Makes an importer, which fetches nothing that is older than `age` allows.
 
         If `is_whole`, a sequence cannot continue from an earlier position than the end of the
         blocks that it imports, because the blocks of its windows and its state belong there.
@@ -122,6 +133,7 @@ class PrefixImporter:
         self._kv = kv
         self._block_size = block_size
         self._disk = disk
+        self._age = age
         self._is_whole = is_whole
 
     async def load(
@@ -168,6 +180,8 @@ class PrefixImporter:
             handle = response.kv
             if handle.num_tokens <= event.num_cached:
                 return 0  # the blocks have left its KV cache meanwhile
+            if not self._age.allows(handle):
+                return 0  # the holder has not been reset yet
             if self._is_whole and handle.num_tokens != end:
                 return 0  # the parts of this point have left its KV cache, or it never had them
             num_blocks, rest = divmod(handle.num_tokens, holder.block_size)

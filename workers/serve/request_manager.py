@@ -39,6 +39,7 @@ from ..tp.adapters import AdapterCache
 from ..tp.kv_group import KvGroup
 from ..transfer.frames import FetchResult, FetchTarget, TransferError
 from .cache_reports import CacheReports
+from .cache_reset import CacheAge
 from .engine_thread import EngineRunner
 from .grammars import GrammarCompiler
 from .load_reports import LoadReports
@@ -70,6 +71,7 @@ class RequestManager:
     canary: Canary
     reports: CacheReports
     importer: PrefixImporter
+    age: CacheAge
     metrics: Metrics = NULL_METRICS
     clock: Callable[[], float] = time.monotonic  # the engine's
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
@@ -194,9 +196,13 @@ class RequestManager:
             kind = worker_pb2.FAILURE_KIND_INVALID if is_invalid else worker_pb2.FAILURE_KIND_UNABLE
             session.put_failure(key, kind, str(error))
             return
+        if spec.task is Task.DECODE and not self.age.allows(submit.kv):
+            spec = replace(spec, enters_cache=False)
         first = submit.first_choice
         num_choices = spec.beam.num_best if spec.beam else spec.num_choices
-        request = WorkerRequest(submit, spec, session, key, set(range(first, first + num_choices)))
+        choices = set(range(first, first + num_choices))
+        request = WorkerRequest(submit, spec, session, key, choices)
+        request.computed_after = self.age.done if spec.enters_cache else 0
         self._next_id += spec.num_choices
         self._requests.add(request)
         self._sequences |= {
@@ -364,7 +370,7 @@ class RequestManager:
             )
         elif spec.task is Task.PREFILL:
             message.kv.CopyFrom(
-                self._offer(spec.id, SequenceKv(event.tables, event.state), spec.tokens, spec.salt)
+                self._offer(request, spec.id, SequenceKv(event.tables, event.state), spec.tokens)
             )
         return message
 
@@ -372,19 +378,18 @@ class RequestManager:
         """Offers the KV cache of a suspended choice, which is completely computed."""
         request.suspended[choice] = event.id
         self.metrics.add(SUSPENDS)
-        handle = self._offer(
-            event.id, SequenceKv(event.tables, event.state), event.tokens, request.spec.salt
-        )
+        handle = self._offer(request, event.id, SequenceKv(event.tables, event.state), event.tokens)
         self.kv.progress(event.id, len(event.tokens))
         self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))
         request.session.put(request.key, choice, suspended=worker_pb2.Suspended(kv=handle))
 
     def _offer(
-        self, sequence_id: int, place: SequenceKv, tokens: tuple[int, ...], salt: bytes
+        self, request: WorkerRequest, sequence_id: int, place: SequenceKv, tokens: tuple[int, ...]
     ) -> worker_pb2.KvHandle:
         """Offers the KV cache of `tokens` to other workers and returns its handle."""
         handle = self.kv_handle(len(tokens))
-        self.kv.offer(sequence_id, handle, place, hash_prompt(tokens, salt))
+        handle.computed_after = request.computed_after
+        self.kv.offer(sequence_id, handle, place, hash_prompt(tokens, request.spec.salt))
         return handle
 
     def _end_choice(self, request: WorkerRequest, choice: int) -> None:

@@ -36,6 +36,7 @@ class WorkerRequest:
     session: "RouterSession"
     key: RequestKey
     choices: set[int]  # choices that have not ended
+    computed_after: int = 0  # as in KvHandle, of what it computes or fetches
     preparing: asyncio.Task[None] | None = None  # loads its adapter and compiles its grammar
     grammar: object = None  # a reference that keeps its grammar compiled
     fetch: asyncio.Task[FetchResult] | None = None  # fetches its KV cache from another worker

@@ -35,6 +35,7 @@ from ..tp.kv_group import KvGroup
 from ..tp.rank import Rank, RankConfig, enter_engine_thread
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.sender import FrameHook, KvSender
+from .cache_reset import CacheAge, CacheReset
 from .disk_tier import DiskTier, reports_of
 from .engine_thread import EngineThread
 from .grammars import GrammarCompiler
@@ -132,7 +133,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
         self._endpoint = KvEndpoint(sender, config.rank.identity)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
+        self._age = CacheAge()
         self._requests = self._request_manager(rank, config)
+        self._reset = CacheReset(self._thread, disk, self._age, self._requests.deliver)
         self._lender = PrefixLender(
             self._thread,
             self._kv,
@@ -185,8 +188,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 self._kv,
                 rank.block_size,
                 self._disk,
+                self._age,
                 is_whole=not is_dense(rank.kv.layout, rank.kv.tables),
             ),
+            age=self._age,
             metrics=self._metrics,
         )
 
@@ -507,6 +512,16 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             return worker_pb2.SwitchRoleResponse(error=error.message)
         return worker_pb2.SwitchRoleResponse(num_requests=left)
 
+    async def ResetPrefixCache(
+        self,
+        request: worker_pb2.ResetPrefixCacheRequest,
+        context: grpc.aio.ServicerContext[
+            worker_pb2.ResetPrefixCacheRequest, worker_pb2.ResetPrefixCacheResponse
+        ],
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        """Empties the prefix cache; see the proto."""
+        return worker_pb2.ResetPrefixCacheResponse(error=await self._reset.run(request.time))
+
     def _kv_handle(self, num_tokens: int) -> worker_pb2.KvHandle:
         """Returns the handle of a new transfer of this worker."""
         return worker_pb2.KvHandle(
@@ -515,6 +530,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             epoch=self._coordinator.epoch,
             layout=self._rank.kv.layout.digest,
             endpoints=[self.address, *self._coordinator.endpoints],
+            computed_after=self._age.done,
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -21,6 +21,7 @@ EXPECTED_ERRORS: Final[dict[str, type[Exception]]] = {
     "fetch_kv": TransferError,
     "open_disk": ValueError,
     "write_disk": OSError,
+    "clear_disk": OSError,
 }
 """The error that a command may raise on the rank; every other error ends the rank."""
 
@@ -113,6 +114,7 @@ class RankClient:
         - `open_disk=`: True, or ValueError with a text for the user
         - `read_disk=`: the number of blocks that are filled
         - `write_disk=`: True, or OSError if the disk refuses the block
+        - `clear_disk=`: True, or OSError if the disk refuses it
 
         The answer to a fetch or a read that `stop_kv` ends is cancelled.
         """

@@ -82,6 +82,10 @@ class RankDisk:
                 return index
         return len(payloads)
 
+    async def clear(self) -> None:
+        """Removes all files while no block is written; raises OSError if the disk refuses it."""
+        await in_thread(self.files.clear, "tandem-disk-clear")
+
     def _read(self, digests: Sequence[bytes]) -> list[memoryview]:
         """Returns the blocks of the hashes, up to the first block that is missing or damaged."""
         found: list[memoryview] = []

@@ -262,6 +262,8 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 (digest,) = request.write_disk.hashes
                 (block,) = request.write_disk.blocks
                 return asyncio.create_task(self._disk.write(digest, block))
+            case "clear_disk" if self._disk:
+                return asyncio.create_task(self._disk.clear())
         return None
 
     async def _open_disk(self, command: worker_pb2.OpenDisk, kv: KvStore) -> None:

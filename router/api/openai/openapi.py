@@ -79,6 +79,10 @@ _SCHEMAS: Final = {
         id=_STRING, object={"const": "batch"}, status=_STRING, request_counts={"type": "object"}
     ),
     "List": _object(object={"const": "list"}, data={"type": "array"}, has_more={"type": "boolean"}),
+    "CacheReset": _object(
+        success={"type": "boolean"},
+        failed={"type": "object", "additionalProperties": _STRING},
+    ),
     "Deleted": _object(id=_STRING, object=_STRING, deleted={"const": True}),
 }
 

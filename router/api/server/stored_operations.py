@@ -1,6 +1,6 @@
-"""Lists the paths of stored responses, files, batches and usage, and their functions.
+"""Lists the paths of stored responses, files, batches, usage and the prefix cache.
 
-Each function takes the service and the request.
+Each has a function that takes the service and the request.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +14,7 @@ from ..batches.batches import cancel_batch, get_batch, list_batches
 from ..batches.files import delete_file, get_content, get_file, list_files, upload_file
 from ..openai.openapi import LIST_PARAMETERS, MODEL_NAME, ORDER, Operation, ok
 from ..openai.respond import respond_without_body
+from ..prefix_cache import reset_prefix_cache
 from ..responses.stored import delete_response, get_response, list_input_items
 from ..service import GenerationService
 from ..usage import answer_usage
@@ -117,6 +118,16 @@ _OPERATIONS: Final[list[tuple[str, Operation, Stored]]] = [
             parameters=(_SINCE,),
         ),
         answer_usage,
+    ),
+    (
+        "/reset_prefix_cache",
+        Operation(
+            "Empties the prefix caches of all workers.",
+            ok("CacheReset"),
+            (400, 401, 403, 429),
+            verb="POST",
+        ),
+        reset_prefix_cache,
     ),
 ]
 

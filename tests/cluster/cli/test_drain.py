@@ -22,13 +22,19 @@ NOBODY = "127.0.0.2:1"
 async def run(
     monkeypatch: pytest.MonkeyPatch, workers: dict[str, str], *args: str
 ) -> tuple[str, BaseException | None]:
-    """Runs the command on a service that has these workers, by id; returns what it printed and what
+    return await run_command(monkeypatch, workers, "drain", *args)
+
+
+async def run_command(
+    monkeypatch: pytest.MonkeyPatch, workers: dict[str, str], *args: str
+) -> tuple[str, BaseException | None]:
+    """Runs a command on a service that has these workers, by id; returns what it printed and what
     it raised.
     """
     service = {"workers": [{"id": name, "address": address} for name, address in workers.items()]}
     monkeypatch.setattr(ServiceAccess, "status", lambda access: (access.url, service))
     monkeypatch.setattr(commands, "read_identity", lambda *args: IDENTITY)
-    result = await asyncio.to_thread(CliRunner().invoke, app, ["drain", *args])
+    result = await asyncio.to_thread(CliRunner().invoke, app, args)
     return result.output, result.exception
 
 

@@ -119,7 +119,7 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
     }
     agents = ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
     adapters = ["/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
-    stored = ["/v1/files", "/v1/batches/{name}/cancel"]
+    stored = ["/v1/files", "/v1/batches/{name}/cancel", "/reset_prefix_cache"]
     prompts = ["/v1/embeddings", "/score", "/v1/score"]
     prompts += ["/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize"]
     prompts.append("/v1/watermark/detect")

@@ -286,6 +286,14 @@ class Worker:
         assert (len(stored), len(evicted)) == (len(change.stored), len(change.evicted))
         self.cached = (self.cached | stored) - evicted
 
+    def clear_cache(self) -> None:
+        """Empties the prefix cache, as a reset."""
+        self._follow(self.engine.clear_cache())
+        assert not self.cached, "the change does not name all that was cached"
+        assert not self.engine.blocks()[BlockState.CACHED]
+        assert not self.engine.states()[BlockState.CACHED]
+        self.check()
+
     def finish_copies(self) -> None:
         """Copies to disk what has been leased for it."""
         for block, digest in self._copies:

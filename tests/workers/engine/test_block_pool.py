@@ -199,6 +199,13 @@ class PoolMachine(RuleBasedStateMachine):
         )
 
     @rule()
+    def clear(self) -> None:
+        """What is held stays held, and is not found any more."""
+        self.pool.clear()
+        self.digest_of, self.cached, self.retained = {}, [], []
+        assert not any(map(self.pool.has, DIGESTS))
+
+    @rule()
     def take_changes(self) -> None:
         stored, evicted = self.pool.take_changes()
         assert not set(stored) & self.reported

@@ -156,6 +156,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.pair.pull(request, max_tokens)
 
     @rule()
+    def clear_caches(self) -> None:
+        self.pair.prefill.clear_cache()
+        self.pair.decode.clear_cache()
+
+    @rule()
     def write_to_disk(self) -> None:
         self.pair.prefill.finish_copies()
         self.pair.decode.finish_copies()

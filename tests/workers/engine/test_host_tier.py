@@ -100,6 +100,14 @@ class TierMachine(RuleBasedStateMachine):
         assert not len(self.pool.retained)
 
     @rule()
+    def clear(self) -> None:
+        """Between two plans, as a reset."""
+        self.plan()
+        self.pool.clear()
+        assert (len(self.pool.host), len(self.pool.retained)) == (0, 0)
+        assert not any(self.pool.has(digest) for chain in CHAINS for digest in chain)
+
+    @rule()
     def take_changes(self) -> None:
         stored, evicted = self.pool.take_changes()
         assert not set(stored) & self.reported

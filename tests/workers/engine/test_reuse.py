@@ -50,6 +50,37 @@ def test_a_late_decode_does_not_wait_for_an_older_prompt(worker: MakeWorker) -> 
     assert tokens_of(run(target), 2) == expected(PROMPT, 4)
 
 
+def test_nothing_that_runs_at_a_reset_is_found_again(worker: MakeWorker) -> None:
+    """Neither its blocks from before, nor those that it adds to them."""
+    target = worker()
+    target.submit(spec(1, max_tokens=12))
+    events = target.step() + target.step()
+    target.clear_cache()
+    events += run(target)
+    assert tokens_of(events, 1) == expected(PROMPT, 12)
+    assert target.engine.blocks()[BlockState.CACHED] == 0
+    longer = (*PROMPT, *expected(PROMPT, 11))
+    for number, cached in ((2, 0), (3, len(longer) // 4 * 4)):
+        target.submit(spec(number, longer))
+        assert cached_of(run(target), number) == cached
+
+
+def test_of_what_waits_at_a_reset_only_a_prompt_is_cached(worker: MakeWorker) -> None:
+    """The KV cache of a decode may have been computed before."""
+    target = worker()
+    target.submit(spec(1, task=Task.DECODE))
+    target.clear_cache()
+    (admitted,) = target.step()
+    assert isinstance(admitted, Admitted)
+    target.engine.commit_import(1, first_tokens(fill(target, admitted, PROMPT)))
+    run(target)
+    assert target.engine.blocks()[BlockState.CACHED] == 0
+    target.submit(spec(2))
+    target.clear_cache()
+    run(target)
+    assert target.engine.blocks()[BlockState.CACHED] > 0
+
+
 def test_imported_prefix_is_there_for_others_from_the_commit_on(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, task=Task.DECODE))

@@ -71,6 +71,20 @@ def test_the_unbroken_build_passes(config: EngineConfig) -> None:
     serve(config)
 
 
+@pytest.mark.parametrize("config", [CONFIG, OVERLAP, DRAFTS])
+def test_no_state_of_a_running_sequence_is_cached_after_a_reset(config: EngineConfig) -> None:
+    target = Worker(config)
+    target.submit(spec(1, PROMPT, max_tokens=20))
+    events = target.step() + target.step()
+    target.clear_cache()
+    events += run(target)
+    assert tokens_of(events, 1) == expected(PROMPT, 20)
+    assert target.engine.blocks()[BlockState.CACHED] == 0
+    assert target.engine.states()[BlockState.CACHED] == 0
+    target.submit(spec(2, PROMPT))
+    assert cached_of(run(target), 2) == 0
+
+
 def count_held(worker: Worker) -> int:
     """The slots that sequences own or have reserved."""
     states = worker.engine.requests.states.pool
