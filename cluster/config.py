@@ -44,6 +44,7 @@ from ..router.storage.config import StorageConfig
 from ..router.watermark.config import WatermarkConfig
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .chat_template import ChatTemplate
+from .request_defaults import SamplingDefaults, TemplateKwargs
 from .scaling.config import SERVE_CONFIG_ONLY, RoleScaling, RoleScalingConfig, ScalingConfig
 from .settings import NULL, split_aliases
 from .text_files import read_yaml
@@ -327,6 +328,7 @@ class TandemConfig(BaseModel):
     model_impl: ModelImpl = "auto"  # the code that computes; see docs/transformers.md
     # auto: defaults of requests come from the model's generation_config.json.
     generation_config: Literal["auto", "none"] = "auto"
+    sampling_defaults: SamplingDefaults = {}  # of requests; they win over that file
     context_tokens: int | None = Field(
         default=None, ge=2, le=MAX_TOKENS
     )  # None: the model's context
@@ -336,6 +338,7 @@ class TandemConfig(BaseModel):
     reasoning_parser: ReasoningParserName = "auto"
     # In place of the model's: the text, a file that is read where the configuration is, or a name.
     chat_template: ChatTemplate | None = None
+    chat_template_kwargs: TemplateKwargs = {}  # for requests that do not set them
     speculative: SpeculativeConfig | None = None  # None: a step makes one token of a sequence
     # Transports of KV cache between workers, preferred to gRPC in this order; two workers use the
     # first that both have. None: shared memory on CPUs and CUDA IPC on GPUs, both within a host.

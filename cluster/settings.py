@@ -9,6 +9,7 @@ One file because a reader looks up a name in one table.
 import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +57,16 @@ def _speculative(value: Any) -> Mapping[str, object]:
         # ngram has no model, also if the file names one.
         "speculative.model": model if separator else NULL,
     }
+
+
+def _object(name: str, value: Any) -> Mapping[str, object]:
+    """Reads an object that may be JSON; `name` is that of the setting and of its key."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise InvalidArgument(f"must be a JSON object, got {value[:80]!r}", name) from None
+    return {name: value}
 
 
 def _adapters(value: Any) -> Mapping[str, object]:
@@ -266,6 +277,14 @@ SETTINGS: Final = (
         help="Defaults of requests: auto (of the model's generation_config.json) or none.",
     ),
     Setting(
+        name="sampling_defaults",
+        keys=("sampling_defaults",),
+        vllm=("override_generation_config",),
+        convert=partial(_object, "sampling_defaults"),
+        help="Defaults of requests that win over those of the model, as JSON such as "
+        '{"temperature": 0.6}.',
+    ),
+    Setting(
         name="tool_call_parser",
         keys=("tool_call_parser",),
         vllm=("tool_call_parser",),
@@ -283,6 +302,14 @@ SETTINGS: Final = (
         vllm=("chat_template",),
         help="Replaces the model's chat template: a file, the template itself in one line, or a "
         "name such as chatml, llama-3 or alpaca.",
+    ),
+    Setting(
+        name="chat_template_kwargs",
+        keys=("chat_template_kwargs",),
+        vllm=("default_chat_template_kwargs",),
+        convert=partial(_object, "chat_template_kwargs"),
+        help="Variables of the chat template for requests that do not set them, as JSON such as "
+        '{"enable_thinking": false}.',
     ),
     Setting(
         name="adapters",
@@ -445,10 +472,8 @@ REFUSED: Final = {
     "task": "one service generates and embeds",
     "guided_decoding_backend": "requests choose the grammar; there is one backend",
     "structured_outputs_config": "requests choose the grammar; there is one backend",
-    "override_generation_config": "set generation_config: none, or let requests set them",
     "max_logprobs": "the maximum is fixed",
     "logits_processors": "requests cannot run code",
-    "default_chat_template_kwargs": "requests set chat_template_kwargs",
     "chat_template_content_format": "the form of messages is found in the chat template",
     "tool_parser_plugin": "there is no such hook; set tool_call_parser",
     "tool_server": "clients run the tools",

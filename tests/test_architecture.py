@@ -155,15 +155,16 @@ ARROWS: dict[str, set[str]] = {
         "cluster.settings": ("cluster.given_keys",),
         "cluster.scaling.config": ("router.fields",),
         "cluster.scaling": ("cluster.scaling.config", "router.scheduling"),
+        "cluster.request_defaults": ("router.frontend",),
         "cluster.config": (
-            "cluster: chat_template scaling.config settings text_files",
+            "cluster: chat_template request_defaults scaling.config settings text_files",
             "router: adapters auth fields frontend.chat_formats resume scheduling slo storage",
             "router.watermark",
             "workers.engine",
         ),
         "cluster.nodes": ("cluster.config",),
         "cluster.store": (
-            "cluster: config stop_signals",
+            "cluster: config request_defaults stop_signals",
             "router: adapters frontend pooling request",
             "workers: kv_cache model",
             "workers.model: adapter_folder config footprint loader registry",

@@ -127,7 +127,8 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
 
     console = table_console(stderr=True)
     if defaults := describe_defaults(generation_defaults(config, folder)):
-        console.print(f"defaults of requests, from the model's {FILE}: {defaults}")
+        source = "" if config.sampling_defaults else f", from the model's {FILE}"
+        console.print(f"defaults of requests{source}: {defaults}")
     with _own_stdout() as stdout, stopped_by_signals() as stopped:
 
         def check() -> None:

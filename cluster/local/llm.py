@@ -93,6 +93,9 @@ class LocalSettings(TypedDict, total=False):
     chat_template: str | os.PathLike[str] | None
     watermark_key: str | os.PathLike[str] | None  # a file of `tandem watermark key`
     generation_config: str  # auto: parameters that are absent are the model's own; or none
+    override_generation_config: Mapping[str, float]  # wins over the model's own
+    # Variables of the chat template that a call does not set.
+    default_chat_template_kwargs: Mapping[str, object]
     served_model_name: str | None  # the name of the model in the requests of a batch
     max_loras: int  # held at once
     max_lora_rank: int
@@ -261,7 +264,7 @@ class LLM:
             return self._loop.run(work)
 
     def get_default_sampling_params(self) -> Options:
-        """Returns the defaults of parameters, from the model's generation_config.json."""
+        """Returns the defaults of parameters that the model or an argument of this LLM sets."""
         defaults = self._engine.defaults
         return cast(Options, {ROWS[field].client_name: defaults[field] for field in defaults})
 
@@ -391,9 +394,10 @@ def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> 
     Raises InvalidArgument.
     """
     values: dict[str, object] = {"model": model}
-    values |= {keys[name]: value for name, value in settings.items()}
-    if isinstance(given := values.get("speculative"), Mapping):
-        values["speculative"] = dict(given)
+    values |= {
+        keys[name]: dict(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+    }
     for name in ("chat_template", "watermark.key_file"):
         if isinstance(given := values.get(name), os.PathLike):
             values[name] = os.fspath(given)

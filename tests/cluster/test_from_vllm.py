@@ -33,6 +33,8 @@ VALUES: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "deepseek_r1",
     "chat_template": "{{ messages[0].content }}",
+    "sampling_defaults": '{"temperature": 0.5}',
+    "chat_template_kwargs": '{"enable_thinking": false}',
     "adapters": "a=/x",
     "host": "::1",
     "cors_origin": '["https://a.example", "*"]',
@@ -149,6 +151,20 @@ def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for wrong in ("a", "{", '{"name": "a"}'):
         with pytest.raises(InvalidArgument, match="adapters: must be NAME=FOLDER, got"):
             serve_m("--adapters", wrong)
+
+
+def test_every_form_of_an_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    by_flag = served(monkeypatch, "--default-chat-template-kwargs", '{"enable_thinking": false}')
+    for text in (
+        "chat_template_kwargs: {enable_thinking: false}",
+        "default-chat-template-kwargs: {enable_thinking: false}",
+    ):
+        assert configured(tmp_path, text) == by_flag
+    assert by_flag.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(InvalidArgument, match="sampling_defaults: must be a JSON object"):
+        serve_m("--override-generation-config", "{")
+    with pytest.raises(InvalidArgument, match="sampling_defaults: must hold keys and values"):
+        serve_m("--sampling-defaults", "[]")
 
 
 def test_several_names_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
