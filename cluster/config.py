@@ -36,7 +36,6 @@ from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
 from ..router.auth.config import SECTION, AbsolutePath, AuthConfig
 from ..router.auth.tls import TlsConfig
 from ..router.fields import error_text, matching, shorten
-from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..router.slo import ClassName, SloClass
@@ -44,6 +43,7 @@ from ..router.storage.config import StorageConfig
 from ..router.watermark.config import WatermarkConfig
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .chat_template import ChatTemplate
+from .parser_names import ReasoningParser, ToolCallParser
 from .request_defaults import SamplingDefaults, TemplateKwargs
 from .scaling.config import SERVE_CONFIG_ONLY, RoleScaling, RoleScalingConfig, ScalingConfig
 from .settings import NULL, split_aliases
@@ -334,8 +334,8 @@ class TandemConfig(BaseModel):
     )  # None: the model's context
     prefix_caching: bool = True
     # With vLLM's names; auto finds the parser in the chat template.
-    tool_call_parser: ToolCallParserName = "auto"
-    reasoning_parser: ReasoningParserName = "auto"
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     # In place of the model's: the text, a file that is read where the configuration is, or a name.
     chat_template: ChatTemplate | None = None
     chat_template_kwargs: TemplateKwargs = {}  # for requests that do not set them

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +14,18 @@ from tandem.cluster.cli import serve
 from tandem.cluster.cli.main import app
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.local.llm import LLM, LocalSettings
+from tandem.cluster.parser_names import REASONING_ALIASES, TOOL_CALL_ALIASES
 from tandem.cluster.settings import ALWAYS_ON, REFUSED, SETTINGS, Setting, local_keys
 from tandem.proto.errors import InvalidArgument
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
+from tandem.router.frontend.chat_formats import CALL_FORMATS, REASONING_FORMATS, ChatFormat
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from-vllm.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "from-vllm.md").read_text()
+FORMATS_PAGE = (DOCS / "clients" / "structured.md").read_text()
 VALUES: dict[str, Any] = {
     "tp": 2,
     "kv_cache_dtype": "int8",
@@ -151,6 +156,31 @@ def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for wrong in ("a", "{", '{"name": "a"}'):
         with pytest.raises(InvalidArgument, match="adapters: must be NAME=FOLDER, got"):
             serve_m("--adapters", wrong)
+
+
+@pytest.mark.parametrize(
+    ("setting", "aliases", "formats"),
+    [
+        ("tool_call_parser", TOOL_CALL_ALIASES, CALL_FORMATS),
+        ("reasoning_parser", REASONING_ALIASES, REASONING_FORMATS),
+    ],
+)
+def test_names_of_vllm_s_parsers_mean_formats_of_ours(
+    setting: str,
+    aliases: Mapping[str, str],
+    formats: Mapping[str, ChatFormat],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    assert not aliases.keys() & formats.keys()
+    assert {*aliases.values()} <= formats.keys()
+    for alias, name in aliases.items():
+        expected = load_config(None, {"model": "m", setting: name})
+        assert served(monkeypatch, flag(setting), alias) == expected
+        assert configured(tmp_path, f"{setting}: {alias}") == expected
+        assert f"`{alias}`" in FORMATS_PAGE
+    with pytest.raises(InvalidArgument, match=rf"^{setting}: must be 'auto'.*, got 'nothing'$"):
+        serve_m(flag(setting), "nothing")
 
 
 def test_every_form_of_an_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
