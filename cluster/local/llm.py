@@ -35,7 +35,7 @@ from ...router.garbage import collections_paused
 from ..config import TandemConfig, load_config
 from ..eval.gather import map_concurrently
 from ..eval.perplexity import measure_perplexity
-from ..settings import NULL, local_keys
+from ..settings import NULL, has_no_effect, local_keys
 from ..tables import progress_bar
 from .batch import PATIENCE_SECONDS, BatchAnswer, BatchCounts, BatchOutput, answer_requests
 from .environment import SPINNING
@@ -117,12 +117,20 @@ class LLM:
         that only vLLM has, CheckpointError (a ValueError) for a model that cannot be served, and
         the other errors of `resolve_model` for a model that cannot be fetched.
         """
-        keys = local_keys(settings)
-        for name in settings:
+        given = cast(
+            LocalSettings,
+            {
+                name: value
+                for name, value in settings.items()
+                if not has_no_effect(name, value, f"{name}={value!r}")
+            },
+        )
+        keys = local_keys(given)
+        for name in given:
             if name not in LocalSettings.__annotations__:
                 raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
         with _naming_arguments(keys), collections_paused():
-            self._loop, engine = _start(_configure(model, settings, keys))
+            self._loop, engine = _start(_configure(model, given, keys))
         self._running: LocalEngine | None = engine
         self._stop = weakref.finalize(self, _stop_collected, self._loop, engine)
 

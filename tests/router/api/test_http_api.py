@@ -131,12 +131,13 @@ async def test_defaults_of_the_operator_are_listed_and_reach_all_chats() -> None
         assert card["default_sampling_params"] == {"temperature": 0.5}
         assert card["default_chat_template_kwargs"] == defaults
         said = [{"role": "user", "content": "hi"}]
-        for path, fields, prompt in (
+        cases: list[tuple[str, dict[str, Any], bytes]] = [
             (CHAT, {"messages": said}, b"hi!~"),
             (CHAT, {"messages": said, "chat_template_kwargs": {"mood": "?"}}, b"hi?~"),
             ("/v1/responses", {"input": "hi"}, b"hi!~"),
             ("/v1/messages", {"messages": said, "max_tokens": 9}, b"hi!~"),
-        ):
+        ]
+        for path, fields, prompt in cases:
             answer = await http.post(path, json={"model": "tiny", **fields})
             assert answer.status_code == 200, answer.text
             submit = source.requests[-1].submit
