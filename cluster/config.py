@@ -37,7 +37,6 @@ from ..router.api.dialect import ReasoningField
 from ..router.auth.config import SECTION, AbsolutePath, AuthConfig
 from ..router.auth.tls import TlsConfig
 from ..router.fields import error_text, matching, shorten
-from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.resume.policy import RESUME_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..router.slo import ClassName, SloClass
@@ -45,6 +44,8 @@ from ..router.storage.config import StorageConfig
 from ..router.watermark.config import WatermarkConfig
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .chat_template import ChatTemplate
+from .parser_names import ReasoningParser, ToolCallParser
+from .request_defaults import SamplingDefaults, TemplateKwargs
 from .scaling.config import SERVE_CONFIG_ONLY, RoleScaling, RoleScalingConfig, ScalingConfig
 from .settings import NULL, split_aliases
 from .text_files import read_yaml
@@ -332,15 +333,17 @@ class TandemConfig(BaseModel):
     model_impl: ModelImpl = "auto"  # the code that computes; see docs/transformers.md
     # auto: defaults of requests come from the model's generation_config.json.
     generation_config: Literal["auto", "none"] = "auto"
+    sampling_defaults: SamplingDefaults = {}  # of requests; they win over that file
     context_tokens: int | None = Field(
         default=None, ge=2, le=MAX_TOKENS
     )  # None: the model's context
     prefix_caching: bool = True
     # With vLLM's names; auto finds the parser in the chat template.
-    tool_call_parser: ToolCallParserName = "auto"
-    reasoning_parser: ReasoningParserName = "auto"
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     # In place of the model's: the text, a file that is read where the configuration is, or a name.
     chat_template: ChatTemplate | None = None
+    chat_template_kwargs: TemplateKwargs = {}  # for requests that do not set them
     speculative: SpeculativeConfig | None = None  # None: a step makes one token of a sequence
     # Transports of KV cache between workers, preferred to gRPC in this order; two workers use the
     # first that both have. None: shared memory on CPUs and CUDA IPC on GPUs, both within a host.

@@ -7,13 +7,17 @@ One file because a reader looks up a name in one table.
 """
 
 import json
+import logging
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from ..proto.errors import InvalidArgument
 from .given_keys import hash_given_keys
+
+_log = logging.getLogger(__name__)
 
 NULL: Final = object()
 """In overrides of a configuration: puts a null in the place of the file's value."""
@@ -56,6 +60,16 @@ def _speculative(value: Any) -> Mapping[str, object]:
         # ngram has no model, also if the file names one.
         "speculative.model": model if separator else NULL,
     }
+
+
+def _object(name: str, value: Any) -> Mapping[str, object]:
+    """Reads an object that may be JSON; `name` is that of the setting and of its key."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise InvalidArgument(f"must be a JSON object, got {value[:80]!r}", name) from None
+    return {name: value}
 
 
 def _adapters(value: Any) -> Mapping[str, object]:
@@ -266,6 +280,14 @@ SETTINGS: Final = (
         help="Defaults of requests: auto (of the model's generation_config.json) or none.",
     ),
     Setting(
+        name="sampling_defaults",
+        keys=("sampling_defaults",),
+        vllm=("override_generation_config",),
+        convert=partial(_object, "sampling_defaults"),
+        help="Defaults of requests that win over those of the model, as JSON such as "
+        '{"temperature": 0.6}.',
+    ),
+    Setting(
         name="tool_call_parser",
         keys=("tool_call_parser",),
         vllm=("tool_call_parser",),
@@ -283,6 +305,14 @@ SETTINGS: Final = (
         vllm=("chat_template",),
         help="Replaces the model's chat template: a file, the template itself in one line, or a "
         "name such as chatml, llama-3 or alpaca.",
+    ),
+    Setting(
+        name="chat_template_kwargs",
+        keys=("chat_template_kwargs",),
+        vllm=("default_chat_template_kwargs",),
+        convert=partial(_object, "chat_template_kwargs"),
+        help="Variables of the chat template for requests that do not set them, as JSON such as "
+        '{"enable_thinking": false}.',
     ),
     Setting(
         name="adapters",
@@ -408,16 +438,41 @@ ALWAYS_ON: Final = {
     "enable_request_id_headers": "answers of the API have X-Request-Id",
     "enable_ssl_refresh": "changed certificates are always read again",
 }
-"""vLLM's switches that Tandem takes without effect, with the reason."""
+"""vLLM's switches for what Tandem always does, with the reason; Tandem takes them silently."""
+
+NO_EFFECT: Final = {
+    "trust_remote_code": "no code of a checkpoint is run",
+    "enforce_eager": "CUDA graphs cannot be switched off",
+    "async_scheduling": "on GPUs the next step is always launched ahead",
+    "enable_expert_parallel": "a model is split by tensor parallelism only; set tp",
+    "disable_log_requests": "requests are logged with log_format: json only",
+    "disable_uvicorn_access_log": "there is no such log",
+}
+"""vLLM's switches that change no answer, on or off; Tandem takes them and logs the reason."""
+
+SAME_VALUES: Final[Mapping[str, tuple[str, ...]]] = {
+    "dtype": ("auto",),
+    "seed": ("0",),
+    "load_format": ("auto", "safetensors"),
+    "tokenizer_mode": ("auto",),
+    "pipeline_parallel_size": ("1",),
+    "pp": ("1",),
+    "data_parallel_size": ("1",),
+    "dp": ("1",),
+    "runner": ("auto", "generate"),
+    "task": ("auto", "generate"),
+}
+"""Values of other flags of vLLM that change nothing; Tandem takes them and logs the reason."""
+
+DEFAULT_DTYPE: Final = "the default is bfloat16, whatever the dtype of the checkpoint"
+"""The reason why the dtype `auto` has no effect."""
 
 REFUSED: Final = {
-    "trust_remote_code": "no code of a checkpoint is run",
     "seed": "each request sets a seed",
     "pipeline_parallel_size": "a model is split by tensor parallelism only; set tp",
     "data_parallel_size": "workers share the load; set prefill and decode",
     "pp": "a model is split by tensor parallelism only; set tp",
     "dp": "workers share the load; set prefill and decode",
-    "enable_expert_parallel": "a model is split by tensor parallelism only; set tp",
     "revision": "write MODEL@REVISION",
     "tokenizer": "the model's folder holds its tokenizer",
     "tokenizer_mode": "the model's folder holds its tokenizer",
@@ -434,7 +489,6 @@ REFUSED: Final = {
     "kv_cache_memory_bytes": "set kv_cache_gb",
     "num_gpu_blocks_override": "set kv_cache_gb",
     "kv_transfer_config": "workers always transfer KV cache; kv_transports chooses how",
-    "enforce_eager": "CUDA graphs cannot be switched off",
     "compilation_config": "nothing is compiled by torch",
     "distributed_executor_backend": "the processes of a service are always started by Ray",
     "scheduling_policy": "requests go by priority, then by tenant, SLO class and deadline",
@@ -445,20 +499,16 @@ REFUSED: Final = {
     "task": "one service generates and embeds",
     "guided_decoding_backend": "requests choose the grammar; there is one backend",
     "structured_outputs_config": "requests choose the grammar; there is one backend",
-    "override_generation_config": "set generation_config: none, or let requests set them",
     "max_logprobs": "the maximum is fixed",
     "logits_processors": "requests cannot run code",
-    "default_chat_template_kwargs": "requests set chat_template_kwargs",
     "chat_template_content_format": "the form of messages is found in the chat template",
     "tool_parser_plugin": "there is no such hook; set tool_call_parser",
     "tool_server": "clients run the tools",
     "enable_force_include_usage": "requests set stream_options.include_usage",
     "enable_log_requests": "set log_format: json",
-    "disable_log_requests": "requests are logged with log_format: json only",
     "disable_log_stats": "set metrics: false",
     "max_log_len": "no log has a prompt",
     "uvicorn_log_level": "set log_format",
-    "disable_uvicorn_access_log": "there is no such log",
     "otlp_traces_endpoint": "set tracing.endpoint",
     "allow_credentials": "API keys are sent in headers",
     "allowed_methods": "cors_origin allows the methods of the API",
@@ -475,7 +525,6 @@ REFUSED: Final = {
     "response_role": "the role is assistant",
     "enable_sleep_mode": "stop the service",
     "model": "give the model as the argument: tandem serve MODEL",
-    "async_scheduling": "on GPUs the next step is always launched ahead",
     "stream_interval": "each token is sent as soon as it is known",
     "max_num_partial_prefills": "set chunk_tokens, which bounds the prompt tokens of a step",
     "attention_backend": "there is one backend for each device",
@@ -486,7 +535,10 @@ REFUSED: Final = {
     "nnodes": "Ray places the workers; join its cluster by address",
     "kv_events_config": "routers know the prefixes of workers; no events are published",
 }
-"""vLLM's flags that Tandem does not have, with the reason or with the setting to use instead."""
+"""vLLM's flags that Tandem does not have, with the reason or with the setting to use instead.
+
+SAME_VALUES has the exceptions.
+"""
 
 _BY_VLLM_NAME: Final = {name: setting for setting in SETTINGS for name in setting.vllm}
 
@@ -516,6 +568,21 @@ def local_keys(names: Mapping[str, Any]) -> dict[str, str]:
     return {name: ours[name].keys[-1] if name in ours else name for name in names}
 
 
+def has_no_effect(name: str, value: object, shown: str) -> bool:
+    """Returns True if vLLM's setting has no effect with this value; logs the reason.
+
+    `value` is True or False for a switch. The log has `shown` for both.
+    """
+    reason = ""
+    if isinstance(value, bool):
+        reason = NO_EFFECT.get(name, "")
+    elif str(value) in SAME_VALUES.get(name, ()):
+        reason = REFUSED.get(name, DEFAULT_DTYPE)
+    if reason:
+        _log.warning("%s has no effect: %s", shown, reason)
+    return bool(reason)
+
+
 def check_supported(name: str, field: str = "") -> None:
     """Raises InvalidArgument if `name` is of a setting that only vLLM has; `field` names it."""
     for each in (name, name.removeprefix("no_")):
@@ -530,12 +597,14 @@ def split_aliases(
     """Splits the top level of a configuration file into our keys and overrides by vLLM's names.
 
     `own` has the names of our keys. The keys of the overrides are dotted. Raises InvalidArgument
-    for a name that only vLLM has, and for a key that two names set.
+    for a name that only vLLM has, and for a key that two names set. Leaves out what has no effect.
     """
     kept: dict[str, Any] = {}
     aliases: dict[str, Any] = {}
     for key, value in tree.items():
         name = str(key).replace("-", "_")
+        if has_no_effect(name, value, f"{key}: {value}"):
+            continue
         is_alias = key not in own and (name in _BY_VLLM_NAME or name in ALWAYS_ON)
         if key not in own:
             check_supported(name, str(key))

@@ -562,10 +562,11 @@ _HEAD: Final = """# Request parameters
 
 Printed by `python -m tandem.proto.parameters`; do not edit.
 
-A parameter that a request leaves out has its default. The model's generation_config.json may
-replace a default that is marked ◆, under the same name, unless the service runs with
-`generation_config: none` or the request is a beam search. `max_tokens` is named `max_new_tokens`
-there; for prompts other than chats the default is never above 16. The commands have
+A parameter that a request leaves out has its default. The service's `sampling_defaults` or else the
+model's generation_config.json may replace a default that is marked ◆, under the same name, unless
+the request is a beam search. With `generation_config: none` the service does not read the file.
+`max_tokens` is named `max_new_tokens` there; for prompts other than chats the default is never
+above 16. The commands have
 [defaults of their own](clients/commands.md#defaults-of-the-commands). In chats over HTTP,
 `top_logprobs` needs `logprobs: true`. A request has at most one constraint; `response_format` also
 sets the first two.

@@ -21,7 +21,7 @@ from ..given_keys import API_KEY_FLAG, hash_given_keys, hide_given_keys
 from ..serve.environment import prepare_ray_environment
 from ..serve.ports import local_host
 from ..serve.telemetry.otlp import check_otlp
-from ..settings import check_supported, collect_overrides
+from ..settings import check_supported, collect_overrides, has_no_effect
 from ..stop_signals import stopped_by_signals
 from ..store.checked import check_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
@@ -40,15 +40,33 @@ _KEY_WARNING: Final = (
 
 
 class ServeCommand(TyperCommand):
-    """Refuses vLLM's flags that `tandem serve` does not have, with the reason."""
+    """Refuses vLLM's flags that `tandem serve` does not have, with the reason.
+
+    Drops those that change nothing.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises InvalidArgument that names the flag."""
-        for arg in args:
-            flag = "-O" if arg.startswith("-O") else arg.partition("=")[0]  # vLLM joins: -O3
+        kept = []
+        left = list(args)
+        while left:
+            arg = left.pop(0)
+            flag, joins, value = arg.partition("=")
+            if arg.startswith("-O"):  # vLLM joins: -O3
+                flag = "-O"
             if flag.startswith("-"):
-                check_supported(flag.lstrip("-").replace("-", "_"), flag)
-        return super().parse_args(ctx, args)
+                name = flag.lstrip("-").replace("-", "_")
+                if not joins:
+                    if has_no_effect(name.removeprefix("no_"), True, flag):
+                        continue
+                    value = left[0] if left else ""
+                if has_no_effect(name, value, f"{flag} {value}"):
+                    if not joins:
+                        left.pop(0)
+                    continue
+                check_supported(name, flag)
+            kept.append(arg)
+        return super().parse_args(ctx, kept)
 
 
 @o.setting_options
@@ -127,7 +145,8 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
 
     console = table_console(stderr=True)
     if defaults := describe_defaults(generation_defaults(config, folder)):
-        console.print(f"defaults of requests, from the model's {FILE}: {defaults}")
+        source = "" if config.sampling_defaults else f", from the model's {FILE}"
+        console.print(f"defaults of requests{source}: {defaults}")
     with _own_stdout() as stdout, stopped_by_signals() as stopped:
 
         def check() -> None:

@@ -133,6 +133,7 @@ class LocalEngine:
                 config.tool_call_parser,
                 config.reasoning_parser,
                 config.chat_template,
+                config.chat_template_kwargs,
             )
             ranks = await scope.enter_async_context(
                 local_ranks(own.rank, pool.tp - 1, compute_environment(pool))

@@ -35,7 +35,7 @@ from ...router.garbage import collections_paused
 from ..config import TandemConfig, load_config
 from ..eval.gather import map_concurrently
 from ..eval.perplexity import measure_perplexity
-from ..settings import NULL, local_keys
+from ..settings import NULL, has_no_effect, local_keys
 from ..tables import progress_bar
 from .batch import PATIENCE_SECONDS, BatchAnswer, BatchCounts, BatchOutput, answer_requests
 from .environment import SPINNING
@@ -93,6 +93,9 @@ class LocalSettings(TypedDict, total=False):
     chat_template: str | os.PathLike[str] | None
     watermark_key: str | os.PathLike[str] | None  # a file of `tandem watermark key`
     generation_config: str  # auto: parameters that are absent are the model's own; or none
+    override_generation_config: Mapping[str, float]  # wins over the model's own
+    # Variables of the chat template that a call does not set.
+    default_chat_template_kwargs: Mapping[str, object]
     served_model_name: str | None  # the name of the model in the requests of a batch
     max_loras: int  # held at once
     max_lora_rank: int
@@ -114,12 +117,20 @@ class LLM:
         that only vLLM has, CheckpointError (a ValueError) for a model that cannot be served, and
         the other errors of `resolve_model` for a model that cannot be fetched.
         """
-        keys = local_keys(settings)
-        for name in settings:
+        given = cast(
+            LocalSettings,
+            {
+                name: value
+                for name, value in settings.items()
+                if not has_no_effect(name, value, f"{name}={value!r}")
+            },
+        )
+        keys = local_keys(given)
+        for name in given:
             if name not in LocalSettings.__annotations__:
                 raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
         with _naming_arguments(keys), collections_paused():
-            self._loop, engine = _start(_configure(model, settings, keys))
+            self._loop, engine = _start(_configure(model, given, keys))
         self._running: LocalEngine | None = engine
         self._stop = weakref.finalize(self, _stop_collected, self._loop, engine)
 
@@ -265,7 +276,7 @@ class LLM:
             return self._loop.run(work)
 
     def get_default_sampling_params(self) -> Options:
-        """Returns the defaults of parameters, from the model's generation_config.json."""
+        """Returns the defaults of parameters that the model or an argument of this LLM sets."""
         defaults = self._engine.defaults
         return cast(Options, {ROWS[field].client_name: defaults[field] for field in defaults})
 
@@ -395,9 +406,10 @@ def _configure(model: str, settings: LocalSettings, keys: Mapping[str, str]) -> 
     Raises InvalidArgument.
     """
     values: dict[str, object] = {"model": model}
-    values |= {keys[name]: value for name, value in settings.items()}
-    if isinstance(given := values.get("speculative"), Mapping):
-        values["speculative"] = dict(given)
+    values |= {
+        keys[name]: dict(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+    }
     for name in ("chat_template", "watermark.key_file"):
         if isinstance(given := values.get(name), os.PathLike):
             values[name] = os.fspath(given)

@@ -327,7 +327,11 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
     return ServedModel(
         name=config.served_name,
         tokenizer=Tokenizer.load(
-            folder, config.tool_call_parser, config.reasoning_parser, config.chat_template
+            folder,
+            config.tool_call_parser,
+            config.reasoning_parser,
+            config.chat_template,
+            config.chat_template_kwargs,
         ),
         context_tokens=config.context_tokens or read_context_tokens(folder),
         text_model_of=text_model_of(read_fields(folder)),

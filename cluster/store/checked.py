@@ -90,21 +90,28 @@ def check_folder(config: TandemConfig, folder: Path) -> None:
 def _check_chat_template(config: TandemConfig, folder: Path) -> None:
     """Renders a short chat.
 
-    Raises CheckpointError or, if the configuration has a template, InvalidArgument.
+    Raises CheckpointError or, if the configuration has a template or its variables,
+    InvalidArgument.
     """
     from ...router.frontend.tokenizer import Tokenizer  # with transformers, which takes a second
 
     try:
-        tokenizer = Tokenizer.load(folder, chat_template=config.chat_template)
+        tokenizer = Tokenizer.load(
+            folder,
+            chat_template=config.chat_template,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     try:
         tokenizer.check_chat_template()
     except ValueError as error:
-        if config.chat_template is None:
-            raise CheckpointError(str(error)) from None
-        reason = str(error).removeprefix(TEMPLATE_OF_MODEL)
-        raise InvalidArgument(reason, "chat_template") from None
+        if config.chat_template is not None:
+            reason = str(error).removeprefix(TEMPLATE_OF_MODEL)
+            raise InvalidArgument(reason, "chat_template") from None
+        if config.chat_template_kwargs:
+            raise InvalidArgument(str(error), "chat_template_kwargs") from None
+        raise CheckpointError(str(error)) from None
 
 
 def with_draft_folder(config: TandemConfig) -> TandemConfig:

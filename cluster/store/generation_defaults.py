@@ -1,43 +1,47 @@
-"""Reads a model's defaults of request parameters from generation_config.json, as vLLM does."""
+"""Reads the defaults of request parameters: the operator's, and those of generation_config.json.
+
+As in vLLM.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from ...proto.errors import InvalidArgument
-from ...proto.parameters import PARAMETERS, ROWS, check_value
+from ...proto.parameters import ROWS
 from ...workers.model.config import CheckpointError, Fields, read_json
 from ..config import TandemConfig
+from ..request_defaults import DEFAULTED, by_field, check_default
 
 FILE: Final = "generation_config.json"
 _INSTEAD: Final = "; set generation_config: none to ignore the file"
 
 
 def generation_defaults(config: TandemConfig, folder: Path) -> dict[str, float]:
-    """Returns the model's defaults, by field of proto/parameters.py.
+    """Returns the defaults of requests, by field of proto/parameters.py.
 
-    Contains only fields that the file names; none with `generation_config: none`. Other modules
-    read the end-of-sequence tokens. Raises CheckpointError, which names the field and its bound,
-    for a value that no request could have.
+    Contains only fields that `sampling_defaults` or the model's file names; the former win, and
+    with `generation_config: none` the file is not read. Other modules read the end-of-sequence
+    tokens. Raises CheckpointError, which names the field and its bound, for a value of the file
+    that no request could have.
     """
-    path = folder / FILE
-    if config.generation_config == "none" or not path.exists():
+    of_model = {} if config.generation_config == "none" else _read(folder / FILE)
+    return of_model | by_field(config.sampling_defaults)
+
+
+def _read(path: Path) -> dict[str, float]:
+    if not path.exists():
         return {}
     found = {}
     fields = Fields(FILE, read_json(path))
-    for row in PARAMETERS:
+    for row in DEFAULTED:
         name = row.generation_config
-        if name and fields.has(name):
+        if fields.has(name):
             value = dict(fields.items())[name]
-            if type(value) is not int and (row.kind == "int32" or type(value) is not float):
-                kind = "an integer" if row.kind == "int32" else "a number"
-                raise fields.error(name, f"must be {kind}, got {value!r:.60}{_INSTEAD}")
             try:
-                check_value(row, value, name, minimum=1 if name == "max_new_tokens" else None)
+                check_default(row, value, name)
             except InvalidArgument as error:
-                raise CheckpointError(
-                    f"{FILE}: {error.message}, got {value!r:.60}{_INSTEAD}"
-                ) from None
+                raise CheckpointError(f"{FILE}: {error.message}{_INSTEAD}") from None
             found[row.field] = value
     return found
 

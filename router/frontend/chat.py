@@ -97,14 +97,16 @@ def must_call(chat: inference_pb2.Chat) -> bool:
 
 def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
     """Returns the client's variables of the template. Raises InvalidArgument."""
-    field = f"{_PATH}.template_kwargs"
     if not chat.template_kwargs:
         return {}
-    check_count(
-        len(chat.template_kwargs), limits.MAX_TEMPLATE_KWARGS_CHARACTERS, "characters", field
-    )
-    _check_depth(chat.template_kwargs, field)
-    given = json_object(chat.template_kwargs)
+    return read_template_kwargs(chat.template_kwargs, f"{_PATH}.template_kwargs")
+
+
+def read_template_kwargs(text: str, field: str) -> dict[str, Any]:
+    """Returns variables of the template, a JSON object. Raises InvalidArgument, naming `field`."""
+    check_count(len(text), limits.MAX_TEMPLATE_KWARGS_CHARACTERS, "characters", field)
+    _check_depth(text, field)
+    given = json_object(text)
     if given is None:
         raise InvalidArgument("must be a JSON object", field)
     for name in given:

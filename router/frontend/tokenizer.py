@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -76,12 +76,15 @@ class Tokenizer:
         vocab_size: int | None = None,
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Takes ownership of `tokenizer`.
 
         `vocab_size`: rows of the model's embedding, if known. The parsers are names of formats
-        (chat_formats.py).
+        (chat_formats.py). `chat_template_kwargs`: variables of the template that a chat does not
+        set.
         """
+        self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}
         self._template = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # The file may ask for truncation or padding, for training batches; encode() would obey.
@@ -119,12 +122,13 @@ class Tokenizer:
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> "Tokenizer":
         """Reads the tokenizer of a local model folder: tokenizer.json, templates, configurations.
 
-        `chat_template` replaces the templates of the folder. tokenizer.json may be in the cache
-        (`tokenizer_file`). Raises ValueError, in one line, if the folder has no tokenizer.json or
-        it cannot be read.
+        `chat_template` replaces the templates of the folder; see `__init__` for its variables.
+        tokenizer.json may be in the cache (`tokenizer_file`). Raises ValueError, in one line, if
+        the folder has no tokenizer.json or it cannot be read.
         """
         file = tokenizer_file(folder)
         if not file.is_file():
@@ -153,6 +157,7 @@ class Tokenizer:
             size if isinstance(size, int) else None,
             tool_call_parser,
             reasoning_parser,
+            chat_template_kwargs,
         )
 
     async def wait_for_chats(self) -> None:
@@ -178,7 +183,7 @@ class Tokenizer:
         reason passes.
         """
         try:
-            self._render(_PROBE, template_variables(_PROBE))
+            self._render(_PROBE, self._variables(_PROBE))
         except InvalidArgument as error:
             reason = error.message.removeprefix("prompt.chat: ")
             is_refused = reason.startswith(TEMPLATE_OF_MODEL + REFUSAL)
@@ -188,7 +193,7 @@ class Tokenizer:
     def _writes_tools(self) -> bool:
         """Returns False if the template takes a chat with a tool and does not write the tool."""
         try:
-            return _PROBE_TOOL in self._render(_TOOL_PROBE, template_variables(_TOOL_PROBE))
+            return _PROBE_TOOL in self._render(_TOOL_PROBE, self._variables(_TOOL_PROBE))
         except InvalidArgument:  # it may need variables
             return True
 
@@ -324,12 +329,16 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return encode_text(self._backend, text, add_special_tokens=add_special_tokens)
 
+    def _variables(self, chat: inference_pb2.Chat) -> dict[str, Any]:
+        """Returns the variables of the template; those of the chat win over the operator's."""
+        return {**self.chat_template_kwargs, **template_variables(chat)}
+
     def _render_chat(
         self, chat: inference_pb2.Chat, now: float | None
     ) -> tuple[int, Callable[[], list[int]]]:
         """Renders a chat; returns the number of characters and a function that encodes them."""
         template = self.chat_template(tools=bool(active_tools(chat)))
-        variables = with_developer_as_system(template_variables(chat), template)
+        variables = with_developer_as_system(self._variables(chat), template)
         if chat.parse_special:
             rendered = self._render(chat, variables, now)
             return len(rendered), partial(self._encode, rendered, False)

@@ -119,6 +119,21 @@ def test_a_template_that_cannot_render_is_refused_at_the_start(
 
 
 @pytest.mark.io
+def test_variables_with_which_a_template_cannot_render_are_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("{{ nothing() if mood else 'a' }}")
+    assert checked_folder(load_config(None, {"model": str(folder)})) == folder
+    values = {"model": str(folder), "chat_template_kwargs": {"mood": True}}
+    with pytest.raises(InvalidArgument) as caught:
+        checked_folder(load_config(None, values))
+    text = str(caught.value)
+    assert text.startswith("chat_template_kwargs: the model's chat template refuses")
+    assert text.endswith(": it cannot render a chat of one message")
+
+
+@pytest.mark.io
 def test_a_template_that_refuses_one_message_with_a_reason_is_good(folder: Path) -> None:
     template = "{{ raise_exception('a system message is needed') }}"
     assert checked_folder(config_with(template, folder)) == folder

@@ -226,6 +226,39 @@ def test_flags_alone_are_enough() -> None:
         ),
         ("model: ''", "model: must have at least 1 character, got ''"),
         (
+            "model: m\nsampling_defaults: {temperature: 3}",
+            "sampling_defaults.temperature: must be from 0 to 2, got 3",
+        ),
+        (
+            "model: m\nsampling_defaults: {top_k: 1.5}",
+            "sampling_defaults.top_k: must be an integer, got 1.5",
+        ),
+        (
+            "model: m\noverride-generation-config: {max_new_tokens: 0}",
+            "sampling_defaults.max_new_tokens: must be from 1 to 1048576, got 0",
+        ),
+        (
+            "model: m\nsampling_defaults: {typical_p: 0.5}",
+            "sampling_defaults.typical_p: cannot have a default; choose among max_tokens, "
+            "temperature, top_k, top_p, min_p, repetition_penalty",
+        ),
+        (
+            "model: m\nsampling_defaults: [temperature]",
+            "sampling_defaults: must hold keys and values, got ['temperature']",
+        ),
+        (
+            "model: m\nchat_template_kwargs: {messages: []}",
+            "chat_template_kwargs: 'messages' is reserved; the service sets it",
+        ),
+        (
+            "model: m\nchat_template_kwargs: {day: 2026-01-31}",
+            "chat_template_kwargs: must have values of JSON; write a date as a text in quotes",
+        ),
+        (
+            f"model: m\nchat_template_kwargs: {{a: {'x' * 4_096}}}",
+            "chat_template_kwargs: has 4105 characters; the maximum is 4096",
+        ),
+        (
             "model: m\ndecode: {resources: {gpu: 0}}",
             "decode.resources.gpu: must be greater than 0, got 0",
         ),

@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import typer
@@ -12,15 +13,29 @@ from typer.testing import CliRunner
 from tandem.cluster.cli import serve
 from tandem.cluster.cli.main import app
 from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.local import llm
 from tandem.cluster.local.llm import LLM, LocalSettings
-from tandem.cluster.settings import ALWAYS_ON, REFUSED, SETTINGS, Setting, local_keys
+from tandem.cluster.parser_names import REASONING_ALIASES, TOOL_CALL_ALIASES
+from tandem.cluster.settings import (
+    ALWAYS_ON,
+    DEFAULT_DTYPE,
+    NO_EFFECT,
+    REFUSED,
+    SAME_VALUES,
+    SETTINGS,
+    Setting,
+    local_keys,
+)
 from tandem.proto.errors import InvalidArgument
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
+from tandem.router.frontend.chat_formats import CALL_FORMATS, REASONING_FORMATS, ChatFormat
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from-vllm.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "from-vllm.md").read_text()
+FORMATS_PAGE = (DOCS / "clients" / "structured.md").read_text()
 VALUES: dict[str, Any] = {
     "tp": 2,
     "kv_cache_dtype": "int8",
@@ -33,6 +48,8 @@ VALUES: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "deepseek_r1",
     "chat_template": "{{ messages[0].content }}",
+    "sampling_defaults": '{"temperature": 0.5}',
+    "chat_template_kwargs": '{"enable_thinking": false}',
     "adapters": "a=/x",
     "host": "::1",
     "cors_origin": '["https://a.example", "*"]',
@@ -71,6 +88,10 @@ def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> TandemConfig:
     with pytest.raises(InvalidArgument, match="enough"):
         serve_m(*flags)
     return found[0]
+
+
+def refuse_to_start(config: TandemConfig) -> NoReturn:
+    raise InvalidArgument(f"enough: {config.model}")
 
 
 def configured(tmp_path: Path, text: str) -> TandemConfig:
@@ -151,6 +172,45 @@ def test_every_form_of_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             serve_m("--adapters", wrong)
 
 
+@pytest.mark.parametrize(
+    ("setting", "aliases", "formats"),
+    [
+        ("tool_call_parser", TOOL_CALL_ALIASES, CALL_FORMATS),
+        ("reasoning_parser", REASONING_ALIASES, REASONING_FORMATS),
+    ],
+)
+def test_names_of_vllm_s_parsers_mean_formats_of_ours(
+    setting: str,
+    aliases: Mapping[str, str],
+    formats: Mapping[str, ChatFormat],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    assert not aliases.keys() & formats.keys()
+    assert {*aliases.values()} <= formats.keys()
+    for alias, name in aliases.items():
+        expected = load_config(None, {"model": "m", setting: name})
+        assert served(monkeypatch, flag(setting), alias) == expected
+        assert configured(tmp_path, f"{setting}: {alias}") == expected
+        assert f"`{alias}`" in FORMATS_PAGE
+    with pytest.raises(InvalidArgument, match=rf"^{setting}: must be 'auto'.*, got 'nothing'$"):
+        serve_m(flag(setting), "nothing")
+
+
+def test_every_form_of_an_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    by_flag = served(monkeypatch, "--default-chat-template-kwargs", '{"enable_thinking": false}')
+    for text in (
+        "chat_template_kwargs: {enable_thinking: false}",
+        "default-chat-template-kwargs: {enable_thinking: false}",
+    ):
+        assert configured(tmp_path, text) == by_flag
+    assert by_flag.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(InvalidArgument, match="sampling_defaults: must be a JSON object"):
+        serve_m("--override-generation-config", "{")
+    with pytest.raises(InvalidArgument, match="sampling_defaults: must hold keys and values"):
+        serve_m("--sampling-defaults", "[]")
+
+
 def test_several_names_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags = ("--served-model-name", "a", "--served-model-name", "b")
     assert served(monkeypatch, *flags).served_names == ("a", "b")
@@ -177,7 +237,7 @@ def test_host_names_and_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     words = f"not supported: {re.escape(REFUSED[name])}; docs/from-vllm.md lists vLLM's flags$"
-    for args in ([flag(name), "1"], [f"{flag(name)}=1"], [f"--no-{name.replace('_', '-')}"]):
+    for args in ([flag(name), "7"], [f"{flag(name)}=7"], [f"--no-{name.replace('_', '-')}"]):
         with pytest.raises(InvalidArgument, match=f"^{args[0].partition('=')[0]}: {words}"):
             serve_m(*args)
     for joined in ("-O3", "-O.mode=3") if name == "O" else ():
@@ -187,9 +247,61 @@ def test_a_name_that_only_vllm_has_is_refused_with_the_reason(name: str, tmp_pat
         return
     key = name.replace("_", "-")
     with pytest.raises(InvalidArgument, match=f"^{key}: {words}"):
-        configured(tmp_path, f"{key}: 1")
+        configured(tmp_path, f"{key}: 7")
     with pytest.raises(InvalidArgument, match=f"^{name}: {words}"):
-        LLM("m", **cast(Any, {name: 1}))
+        LLM("m", **cast(Any, {name: 7}))
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_switch_without_effect_is_taken_with_the_reason(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = load_config(None, {"model": "m"})
+    off = f"--no-{name.replace('_', '-')}"
+    assert served(monkeypatch, flag(name), "--tp", "1", off) == plain
+    assert configured(tmp_path, f"{name.replace('_', '-')}: true") == plain
+    monkeypatch.setattr(llm, "_start", refuse_to_start)
+    with pytest.raises(InvalidArgument, match="enough"):
+        LLM("m", **cast(Any, {name: True}))
+    shown = (flag(name), off, f"{name.replace('_', '-')}: True", f"{name}=True")
+    assert caplog.messages == [f"{each} has no effect: {NO_EFFECT[name]}" for each in shown]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in SAME_VALUES.items() for value in values]
+)
+def test_a_value_without_effect_is_taken_with_the_reason(
+    name: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = load_config(None, {"model": "m"})
+    reason = REFUSED.get(name, DEFAULT_DTYPE)
+    assert served(monkeypatch, flag(name), value, f"{flag(name)}={value}", "--tp", "1") == plain
+    assert configured(tmp_path, f"{name}: {value}") == plain
+    monkeypatch.setattr(llm, "_start", refuse_to_start)
+    with pytest.raises(InvalidArgument, match="enough"):
+        LLM("m", **cast(Any, {name: value}))
+    shown = (*[f"{flag(name)} {value}"] * 2, f"{name}: {value}", f"{name}={value!r}")
+    assert caplog.messages == [f"{each} has no effect: {reason}" for each in shown]
+    assert f"`{flag(name)} {value}`" in PAGE
+    assert f"| {reason} |" in PAGE
+
+
+def test_a_command_of_a_model_card_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = (
+        "--tensor-parallel-size 8 --enable-expert-parallel --tool-call-parser glm47 "
+        "--reasoning-parser glm45 --enable-auto-tool-choice --served-model-name glm --dtype auto "
+        "--trust-remote-code --seed 0 --load-format auto --max-model-len 4096"
+    )
+    config = served(monkeypatch, *command.split())
+    assert (config.decode.tp, config.context_tokens) == (8, 4096)
+    assert (config.tool_call_parser, config.reasoning_parser) == ("glm45", "qwen3")
 
 
 @pytest.mark.parametrize(
@@ -222,8 +334,9 @@ def test_the_table_is_consistent() -> None:
     aliases = [name for setting in SETTINGS for name in setting.vllm]
     assert len(set(names)) == len(names)
     assert len(set(aliases)) == len(aliases)
-    assert not (set(names) | set(aliases)) & (REFUSED.keys() | ALWAYS_ON.keys())
-    assert not REFUSED.keys() & ALWAYS_ON.keys()
+    assert not (set(names) | set(aliases)) & (REFUSED.keys() | ALWAYS_ON.keys() | NO_EFFECT.keys())
+    assert len(REFUSED | ALWAYS_ON | NO_EFFECT) == len(REFUSED) + len(ALWAYS_ON) + len(NO_EFFECT)
+    assert SAME_VALUES.keys() - REFUSED.keys() == {"dtype"}
     for setting in SETTINGS:
         assert setting.name in setting.vllm or setting.name not in aliases
         for key in setting.keys:
@@ -263,7 +376,7 @@ def test_every_name_of_the_table_is_on_the_page() -> None:
         for name in setting.vllm:
             expected = f"`{flag(setting.name)}` | {', '.join(f'`{key}`' for key in setting.keys)}"
             assert rows[flag(name)] == expected
-    for name, reason in (REFUSED | ALWAYS_ON).items():
+    for name, reason in (REFUSED | ALWAYS_ON | NO_EFFECT).items():
         assert rows[flag(name)] == reason
 
 

@@ -45,6 +45,7 @@ _MODEL: Final = _object(
     max_model_len=_INTEGER,
     parent={"anyOf": [_STRING, _NULL]},
     default_sampling_params={"type": "object", "additionalProperties": {"type": "number"}},
+    default_chat_template_kwargs={"type": "object"},
 )
 _SCHEMAS: Final = {
     "Error": _object(

@@ -181,6 +181,7 @@ class HttpServer:
             "default_sampling_params": {
                 ROWS[field].client_name: value for field, value in model.defaults.items()
             },
+            "default_chat_template_kwargs": model.tokenizer.chat_template_kwargs,
         }
 
 

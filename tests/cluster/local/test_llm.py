@@ -35,7 +35,7 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.request import text_prompt
-from tandem.router.client.types import Choice, Options
+from tandem.router.client.types import Choice, Message, Options
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.prepared import PreparedRequest
 from tandem.router.frontend.tokenizer import Tokenizer
@@ -380,6 +380,29 @@ def test_a_chat_takes_the_arguments_of_vllm(folder: Path, tmp_path: Path) -> Non
             llm.chat(chat, GREEDY, template_kwargs={}, **vllm)
     assert found.prompt_token_ids == ours.prompt_token_ids == expected.prompt_token_ids
     assert continued.prompt_token_ids == shorter.prompt_token_ids
+
+
+def test_arguments_are_defaults_of_parameters_and_of_the_template(
+    folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mood.jinja"
+    file.write_text("{{ messages[0].content }}{{ mood }}")
+    said: list[Message] = [{"role": "user", "content": "a"}]
+    with LLM(
+        str(folder),
+        chat_template=file,
+        generation_config="none",
+        override_generation_config={"temperature": 0.0, "max_tokens": 5},
+        default_chat_template_kwargs={"mood": "!"},
+        **SMALL,
+    ) as llm:
+        assert llm.get_default_sampling_params() == Options(temperature=0.0, max_tokens=5)
+        (found,) = llm.chat(said, Options(ignore_eos=True))
+        (own,) = llm.chat(said, GREEDY, chat_template_kwargs={"mood": "?"})
+        expected = llm.generate(["a!", "a?"], GREEDY)
+    given = [found.prompt_token_ids, own.prompt_token_ids]
+    assert given == [each.prompt_token_ids for each in expected]
+    assert found.outputs[0].token_ids == expected[0].outputs[0].token_ids[:5]
 
 
 def test_an_image_is_refused_by_the_name_of_the_architecture(tmp_path: Path) -> None:

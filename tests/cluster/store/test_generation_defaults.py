@@ -44,6 +44,16 @@ def test_the_fields_that_vllm_reads_are_defaults_and_the_others_are_not(tmp_path
     assert generation_defaults(TandemConfig(model="m", generation_config="none"), folder) == {}
 
 
+def test_the_operators_defaults_win_over_those_of_the_file(tmp_path: Path) -> None:
+    folder = write(tmp_path, temperature=0.6, top_k=20)
+    for name in ("max_tokens", "max_new_tokens"):
+        config = TandemConfig(model="m", sampling_defaults={"temperature": 1, name: 7})
+        own = {"sampling.temperature": 1, "stopping.max_tokens": 7}
+        assert generation_defaults(config, folder) == own | {"sampling.top_k": 20}
+        alone = config.model_copy(update={"generation_config": "none"})
+        assert generation_defaults(alone, folder) == own
+
+
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [

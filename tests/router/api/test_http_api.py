@@ -9,10 +9,14 @@ from tokenizers import processors
 
 import tandem
 from tandem.proto import limits
+from tandem.router.api.server.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.conftest import Service
-from tandem.tests.router.fake_source import EOS_ID
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
+from tandem.tests.waits import WAIT
 
 AT_THE_BOUNDS: dict[str, list[Any]] = {
     "n": [1, limits.MAX_CHOICES],
@@ -108,6 +112,37 @@ async def test_models_and_version(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/models/tiny")).json() == card
     assert (await http.get("/v1/models/org/nope")).json()["error"]["code"] == "not_found"
     assert (await http.get("/version")).json() == {"version": tandem.__version__}
+
+
+async def test_defaults_of_the_operator_are_listed_and_reach_all_chats() -> None:
+    template = byte_tokenizer("{{ messages[0].content }}{{ mood }}{{ tone }}")._template
+    defaults = {"mood": "!", "tone": "~"}
+    model = ServedModel(
+        name="tiny",
+        tokenizer=Tokenizer(template, chat_template_kwargs=defaults),
+        context_tokens=512,
+        defaults={"sampling.temperature": 0.5},
+    )
+    source = FakeTokenSource()
+    servers = await ApiServers.start(GenerationService([model], source))
+    await servers.set_serving(True)
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
+        (card,) = (await http.get("/v1/models")).json()["data"]
+        assert card["default_sampling_params"] == {"temperature": 0.5}
+        assert card["default_chat_template_kwargs"] == defaults
+        said = [{"role": "user", "content": "hi"}]
+        cases: list[tuple[str, dict[str, Any], bytes]] = [
+            (CHAT, {"messages": said}, b"hi!~"),
+            (CHAT, {"messages": said, "chat_template_kwargs": {"mood": "?"}}, b"hi?~"),
+            ("/v1/responses", {"input": "hi"}, b"hi!~"),
+            ("/v1/messages", {"messages": said, "max_tokens": 9}, b"hi!~"),
+        ]
+        for path, fields, prompt in cases:
+            answer = await http.post(path, json={"model": "tiny", **fields})
+            assert answer.status_code == 200, answer.text
+            submit = source.requests[-1].submit
+            assert (bytes(submit.token_ids), submit.sampling.temperature) == (prompt, 0.5)
+    await servers.stop(0)
 
 
 async def test_the_openapi_document(http: httpx.AsyncClient) -> None:

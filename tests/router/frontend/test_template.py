@@ -20,6 +20,7 @@ from tandem.router.frontend.chat import check_chat
 from tandem.router.frontend.child_process import ChildProcess
 from tandem.router.frontend.messages.calls import REASONING_NAMES
 from tandem.router.frontend.messages.turns import arrange
+from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.router.frontend.test_chat import MODES, WEATHER, chat, tool
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -104,6 +105,14 @@ async def test_tools_and_calls_render_as_in_transformers() -> None:
     found = bytes(await byte_tokenizer(chat_template=QWEN).encode_chat(given)).decode()
     assert found == expected
     assert '"arguments": {"city": "Köln <3"}' in found
+
+
+async def test_variables_of_the_operator_give_way_to_those_of_the_chat() -> None:
+    template = byte_tokenizer(chat_template="{{ mood }}{{ tone }}")._template
+    tokenizer = Tokenizer(template, chat_template_kwargs={"mood": "a", "tone": [1]})
+    own = chat(template_kwargs='{"tone": null}')
+    assert bytes(await tokenizer.encode_chat(chat())) == b"a[1]"
+    assert bytes(await tokenizer.encode_chat(own)) == b"aNone"
 
 
 async def test_without_tools_the_template_hears_of_none() -> None:
