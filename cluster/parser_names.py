@@ -1,4 +1,4 @@
-"""Maps names of vLLM's parsers to the formats of router/frontend/chat_formats.py that they read.
+"""Maps names of vLLM's parsers to the formats of router/frontend/formats that they read.
 
 docs/clients/structured.md lists them.
 """
@@ -8,7 +8,8 @@ from typing import Annotated, Final
 
 from pydantic import BeforeValidator
 
-from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
+from ..router.frontend.formats.calls import ToolCallParserName
+from ..router.frontend.formats.reasoning import ReasoningParserName
 
 TOOL_CALL_ALIASES: Final[Mapping[str, str]] = {
     "glm47": "glm45",

@@ -23,7 +23,7 @@ from tandem.proto import inference_pb2
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 from tandem.tests.tiny import make_tiny_model

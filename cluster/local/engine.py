@@ -28,8 +28,9 @@ from ...router.client.request import generate_request, text_prompt, tokenize_req
 from ...router.client.results import Collector
 from ...router.client.types import Completion, ModelInfo, Options
 from ...router.dispatch.dispatcher import Dispatcher
-from ...router.frontend.prepare import RequestContext, ServedModel
+from ...router.frontend.prepare import RequestContext
 from ...router.frontend.prepared import PreparedRequest
+from ...router.frontend.served_model import ServedModel
 from ...router.frontend.tokenizer import Tokenizer
 from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry

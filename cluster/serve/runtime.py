@@ -32,7 +32,7 @@ from ...router.auth.tls import ServerTls
 from ...router.auth.watch import FileWatch
 from ...router.dispatch.blocked_prompts import BlockedPrompts
 from ...router.dispatch.dispatcher import Dispatcher
-from ...router.frontend.prepare import ServedModel
+from ...router.frontend.served_model import ServedModel
 from ...router.frontend.tokenizer import Tokenizer
 from ...router.request import LoraAdapter
 from ...router.resume.policy import ResumePolicy

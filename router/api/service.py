@@ -39,8 +39,9 @@ from ..adapters import AdapterAdmin, AdapterRegistry
 from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
 from ..frontend.fair_threads import COPYING
-from ..frontend.prepare import RequestContext, ServedModel, check_prompt, encode_prompt, prepare
+from ..frontend.prepare import RequestContext, check_prompt, encode_prompt, prepare
 from ..frontend.prepared import PreparedRequest
+from ..frontend.served_model import ServedModel
 from ..output.processor import OutputProcessor
 from ..request import TokenSource
 from ..resume.policy import ResumePolicy

@@ -15,8 +15,8 @@ from typing import Any, Final
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from .chat_formats import CALL_FORMATS, call_format
 from .child_process import limit_memory
+from .formats.calls import CALL_FORMATS, call_format
 from .messages.calls import (
     CALL_FORMS,
     MARK,

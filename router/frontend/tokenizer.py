@@ -24,8 +24,10 @@ from ...proto.home import tokenizer_file
 from ...proto.limits import MAX_PROMPT_CHARACTERS, MAX_RETURNED_CHARACTERS
 from ...proto.parameters import check_count
 from .chat import active_tools, template_variables, with_developer_as_system
-from .chat_formats import AUTO, CALL_MARKUP, call_format, reasoning_format, shows_call_format
 from .fair_threads import TOKENIZING, FairThreads
+from .formats.calls import call_format, shows_call_format
+from .formats.chat_format import AUTO, CALL_MARKUP
+from .formats.reasoning import reasoning_format
 from .spelled_tokens import LiteralEncoder, SpecialTokenEscaper, Spellings, encode_text
 from .tekken import restore_splitting, special_tokens
 from .template import NO_PROCESS, REFUSAL, RENDERER, TEMPLATE_OF_MODEL, render
@@ -81,7 +83,7 @@ class Tokenizer:
         """Takes ownership of `tokenizer`.
 
         `vocab_size`: rows of the model's embedding, if known. The parsers are names of formats
-        (chat_formats.py). `chat_template_kwargs`: variables of the template that a chat does not
+        (formats). `chat_template_kwargs`: variables of the template that a chat does not
         set.
         """
         self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}

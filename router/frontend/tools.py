@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from .chat import active_tools, must_call
-from .chat_formats import CALL_FORMATS, CallGrammar, grammar_texts
+from .formats.calls import CALL_FORMATS
+from .formats.chat_format import CallGrammar, grammar_texts
 from .tokenizer import Tokenizer
 
 

@@ -1,7 +1,7 @@
 """Splits the answer to a chat into content, reasoning and tool calls while it arrives.
 
 transformers' parser of responses finds where each begins and ends, by the declarations of
-frontend/chat_formats.py.
+frontend/formats.
 """
 
 import json
@@ -19,7 +19,9 @@ from transformers.utils.chat_parsing.response_templates import (
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools
-from ..frontend.chat_formats import CALL_FORMATS, CALLED_NAME, CONTENT, REASONING_FORMATS
+from ..frontend.formats.calls import CALL_FORMATS
+from ..frontend.formats.chat_format import CALLED_NAME, CONTENT
+from ..frontend.formats.reasoning import REASONING_FORMATS
 from ..frontend.tokenizer import Tokenizer
 from . import glm_calls, invocations, qwen_coder
 from .gemma_calls import read_call as read_gemma_call

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, Final
 
-from ..frontend.chat_formats import CALLED_NAME
+from ..frontend.formats.chat_format import CALLED_NAME
 
 _BEGIN: Final = re.compile(rf"\s*+call:({CALLED_NAME})(?=\{{)")
 _SPACE: Final = re.compile(r"\s*+")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ...proto import inference_pb2
-from ..frontend.chat_formats import CALLED_NAME, HY_SUFFIX
+from ..frontend.formats.chat_format import CALLED_NAME, HY_SUFFIX
 from .tagged_arguments import ends_with, read_arguments
 
 _BEGIN: Final = re.compile(rf"\s{{0,64}}{CALLED_NAME}\s{{0,64}}(?:<arg_key>|</tool_call>)")

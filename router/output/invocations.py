@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ...proto import inference_pb2
-from ..frontend.chat_formats import CALLED_NAME, DSML
+from ..frontend.formats.calls import DSML
+from ..frontend.formats.chat_format import CALLED_NAME
 from .tagged_arguments import read_arguments
 
 _MARK: Final = f"(?:{DSML})?"

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, Final
 
-from ..frontend.chat_formats import CALLED_NAME
+from ..frontend.formats.chat_format import CALLED_NAME
 
 _CALL: Final = re.compile(rf"\s*({CALLED_NAME})\s*(\(.*\))\s*", re.DOTALL)
 _ARGUMENT: Final = re.compile(r"\s*([\w.-]+)\s*=(.*)", re.DOTALL)

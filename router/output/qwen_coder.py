@@ -7,7 +7,7 @@ from typing import Any, Final
 import regex
 
 from ...proto import inference_pb2
-from ..frontend.chat_formats import CALLED_NAME
+from ..frontend.formats.chat_format import CALLED_NAME
 from .tagged_arguments import ends_with, read_arguments
 
 _BEGIN: Final = re.compile(r"\s*<function=")

@@ -19,7 +19,8 @@ from typing import Any, Final
 from ...proto import inference_pb2
 from ...proto.limits import MAX_TOOL_NAME_CHARACTERS
 from ..frontend.chat import active_tools, json_object
-from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
+from ..frontend.formats.calls import PYTHON_TAG
+from ..frontend.formats.chat_format import CALL_MARKUP
 from ..frontend.tokenizer import Tokenizer
 from . import glm_calls
 from .qwen_coder import begins_call, ends_call, find_bare_call, read_call

@@ -43,7 +43,7 @@ from tandem.router.auth.keys import create_key, load_keys
 from tandem.router.auth.tls import ServerTls, TlsConfig
 from tandem.router.client import ClientTls
 from tandem.router.dispatch.dispatcher import Dispatcher
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.router.telemetry.prometheus import PrometheusMetrics

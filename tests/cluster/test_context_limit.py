@@ -6,7 +6,7 @@ from tandem.cluster.config import load_config
 from tandem.cluster.serve.views.context_limit import ContextLimit
 from tandem.proto import worker_pb2
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
 TOKEN_BYTES = 114_688

@@ -29,8 +29,10 @@ from tandem.cluster.settings import (
 from tandem.proto.errors import InvalidArgument
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.chat_formats import CALL_FORMATS, REASONING_FORMATS, ChatFormat
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.formats.calls import CALL_FORMATS
+from tandem.router.frontend.formats.chat_format import ChatFormat
+from tandem.router.frontend.formats.reasoning import REASONING_FORMATS
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"

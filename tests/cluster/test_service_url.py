@@ -25,7 +25,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.auth.tls import ServerTls, TlsConfig
 from tandem.router.client import AsyncClient, ClientTls
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.certificates import make_certificate
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.auth.keys import api_key

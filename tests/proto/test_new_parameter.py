@@ -41,7 +41,7 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.workers.serve.submit import WorkerLimits, parse_submit
 
 async def main():

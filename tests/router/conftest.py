@@ -9,7 +9,7 @@ import pytest
 from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.watermarks import RULES

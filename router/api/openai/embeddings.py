@@ -17,7 +17,8 @@ from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument, PromptTooLong
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
-from ...frontend.prepare import BYTES_PER_TOKEN, ServedModel
+from ...frontend.prepare import BYTES_PER_TOKEN
+from ...frontend.served_model import ServedModel
 from ...frontend.tokenizer import Tokenizer
 from .answers import error_response
 from .bodies import (

@@ -16,7 +16,8 @@ from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import check_count
 from ...auth.authenticator import Caller
-from ...frontend.prepare import ServedModel, encode_prompt
+from ...frontend.prepare import encode_prompt
+from ...frontend.served_model import ServedModel
 from ...frontend.tokenizer import Tokenizer
 from .answers import error_response
 from .bodies import WHOLE, Ignored, NestedModel, OpenModel

@@ -18,7 +18,7 @@ from ....proto.limits import KEEPALIVE_SECONDS
 from ....proto.parameters import ROWS
 from ...auth.authenticator import Authenticator
 from ...auth.tls import ServerTls
-from ...frontend.prepare import ServedModel
+from ...frontend.served_model import ServedModel
 from ..anthropic.answers import ANTHROPIC_FORM, anthropic_plain_error
 from ..browsers import BrowserRules
 from ..console.feed import ConsoleFeed

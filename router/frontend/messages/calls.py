@@ -12,7 +12,7 @@ from hashlib import sha256
 from itertools import count, groupby
 from typing import Any, Final
 
-from ..chat_formats import CallGrammar, grammar_texts
+from ..formats.chat_format import CallGrammar, grammar_texts
 from .turns import BETWEEN, Message
 
 MARK: Final = "tandem-content-mark"

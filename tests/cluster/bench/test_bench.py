@@ -25,7 +25,7 @@ from tandem.cluster.bench.workload import arrival_offsets
 from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.cluster.cli.test_bad_commands import run as run_here
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT

@@ -15,7 +15,7 @@ from tandem.proto.errors import InvalidArgument, NotFound
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient, Client
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.watermark.key import read_watermark_key
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT

@@ -29,7 +29,7 @@ from tandem.proto.errors import InternalError, InvalidArgument, NotFound
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import fleet

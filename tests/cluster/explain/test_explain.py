@@ -25,7 +25,7 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import Client
 from tandem.router.client.types import Completion, Options
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.browser import chromium, problems, set_window, text
 from tandem.tests.fleet import split_fleet

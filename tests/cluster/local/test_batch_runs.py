@@ -39,7 +39,7 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client import ClientTls
 from tandem.router.frontend.constraint import GrammarValidator
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.certificates import make_certificate
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.tiny import make_tiny_model

@@ -36,8 +36,8 @@ from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.request import text_prompt
 from tandem.router.client.types import Choice, Message, Options
-from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.prepared import PreparedRequest
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.watermark.config import WatermarkConfig
 from tandem.router.watermark.key import write_watermark_key

@@ -7,7 +7,8 @@ from typing import Any
 
 from tandem.proto import inference_pb2
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.router.frontend.prepare import RequestContext
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.request import TokenSource
 
 STOP = inference_pb2.FINISH_REASON_STOP

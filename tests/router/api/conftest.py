@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
 

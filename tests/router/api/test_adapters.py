@@ -17,7 +17,8 @@ from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.client.client import AsyncClient
-from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.router.frontend.prepare import RequestContext
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.request import LoraAdapter
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.conftest import Service

@@ -9,7 +9,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.http_bodies import events_of
 from tandem.tests.router.api.weather_tool import HERMES, last_prompt

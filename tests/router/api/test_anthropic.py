@@ -16,7 +16,7 @@ from tandem.router.api.anthropic.requests import parse_messages
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.slo import SloClass
 from tandem.tests.router.api.test_openai_fields import with_unknown_members

@@ -28,7 +28,7 @@ from tandem.router.auth.authenticator import Authenticator
 from tandem.router.auth.rate import Quota
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import API_KEY_VARIABLE
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.auth.keys import api_key, bearer

@@ -18,7 +18,7 @@ from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.auth.keys import ApiKey, hash_key
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 from tandem.tests.waits import WAIT
 

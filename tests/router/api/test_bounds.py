@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from tandem.proto import inference_pb2, inference_pb2_grpc, limits
 from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.bounds import ALLOWED, REFUSED
 from tandem.tests.router.fake_source import FakeTokenSource

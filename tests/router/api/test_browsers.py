@@ -13,7 +13,7 @@ from tandem.proto.errors import PermissionDenied
 from tandem.router.api.browsers import BrowserRules, own_names
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource

@@ -18,7 +18,7 @@ from tandem.router.api.server import listener
 from tandem.router.api.server.connection import ConnectionBounds, HttpConnection
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.api.test_unread import unread_grpc, unread_http
 from tandem.tests.router.fake_source import FakeTokenSource

@@ -12,7 +12,7 @@ from tandem.router.api.console.feed import ConsoleFeed
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.browser import chromium, count, problems, set_window, text, wait
 from tandem.tests.router.api.http_bodies import TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer

@@ -21,7 +21,8 @@ from tandem.proto.inference_pb2_grpc import InferenceStub
 from tandem.router.api.openai import embeddings
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.frontend.prepare import RequestContext, prepare
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.pooling import PoolingRules
 from tandem.tests.fleet import Fleet, split_fleet

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tandem.proto import errors, inference_pb2, inference_pb2_grpc, limits
 from tandem.router.api.server.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
 from tandem.tests.waits import WAIT

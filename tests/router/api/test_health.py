@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.proto.limits import MAX_HEALTH_BYTES
 from tandem.router.api.server import grpc_server
 from tandem.router.api.server.connection import ConnectionBounds
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.api.test_connections import HTTP2_PREFACE, Streams, connected, serving
 from tandem.tests.waits import WAIT
 

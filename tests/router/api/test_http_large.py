@@ -35,7 +35,7 @@ from tandem.router.api.openai.requests import (
 from tandem.router.api.server import http_operations
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource

@@ -12,7 +12,7 @@ from tandem.router.api.server import listener
 from tandem.router.api.server.connection import ConnectionBounds
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.http_bodies import TEXT, body, events
 from tandem.tests.router.conftest import Service

@@ -14,7 +14,7 @@ import pytest
 from tandem.proto import errors, worker_pb2
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.resume import event_ids
 from tandem.router.resume.policy import MAX_USES, ResumePolicy

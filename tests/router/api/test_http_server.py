@@ -16,7 +16,7 @@ from tandem.proto import errors, limits
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events, streamed_text
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import split_fleet

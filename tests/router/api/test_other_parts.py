@@ -10,7 +10,7 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.client.client import AsyncClient
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.weather_tool import HERMES
 from tandem.tests.router.conftest import CONTEXT_TOKENS, Service

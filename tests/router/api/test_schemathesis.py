@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 from tandem.router.api.server.http_operations import POSTS
 from tandem.router.api.server.http_server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.waits import WAIT
 

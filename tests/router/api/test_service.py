@@ -20,7 +20,8 @@ from tandem.proto.errors import (
 from tandem.router.adapters import AdapterAdmin, AdapterRegistry
 from tandem.router.api.service import GenerationService, tandem_errors_only
 from tandem.router.auth.authenticator import Caller
-from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.router.frontend.prepare import RequestContext
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission

@@ -21,7 +21,7 @@ from tandem.router.auth.tls import ServerTls, TlsConfig, TlsMaterial
 from tandem.router.auth.watch import FileWatch
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import ClientTls
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.tests.certificates import Certificate, make_certificate
 from tandem.tests.router.api.test_authentication import HeldSource
 from tandem.tests.router.api.test_connections import connected

@@ -22,7 +22,7 @@ from tandem.router.api.server.connection import ConnectionBounds, HttpConnection
 from tandem.router.api.server.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.dispatch.dispatcher import Dispatcher
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.scheduling.admission import Admission
 from tandem.tests.fleet import Fleet, fake_rank, fleet

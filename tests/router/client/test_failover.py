@@ -17,7 +17,7 @@ from tandem.router.client.client import AsyncClient, Client
 from tandem.router.client.types import Completion, Delta, Options
 from tandem.router.client.wire import Retries
 from tandem.router.dispatch.dispatcher import Dispatcher
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry

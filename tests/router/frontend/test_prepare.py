@@ -12,7 +12,8 @@ from tandem.proto.hashing import hash_tenant
 from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend import constraint
 from tandem.router.frontend import prepare as prepare_module
-from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.frontend.prepare import RequestContext, prepare
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.validation import answer_size
 from tandem.router.stopping.rules import StopRules, stop_rules
 from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT

@@ -11,8 +11,8 @@ from llguidance import LLMatcher
 from tandem.proto import inference_pb2, limits
 from tandem.router.frontend import chat as chat_module
 from tandem.router.frontend import constraint
-from tandem.router.frontend.chat_formats import call_format
 from tandem.router.frontend.constraint import check_constraint
+from tandem.router.frontend.formats.calls import call_format
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.frontend.tools import tool_call_constraint
 from tandem.router.output.tool_parser import parser_for

@@ -17,7 +17,8 @@ from tandem.proto.errors import (
     Unavailable,
 )
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.router.frontend.prepare import RequestContext
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.api.answers import request
 from tandem.tests.router.fake_source import FakeTokenSource

@@ -11,15 +11,14 @@ from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.router.frontend.chat_formats import (
-    CALL_FORMATS,
+from tandem.router.frontend.formats.calls import CALL_FORMATS, ToolCallParserName, call_format
+from tandem.router.frontend.formats.reasoning import (
     REASONING_FORMATS,
     ReasoningParserName,
-    ToolCallParserName,
-    call_format,
     reasoning_format,
 )
-from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.frontend.prepare import RequestContext, prepare
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.frontend.tools import tool_call_constraint
 from tandem.router.output import tool_parser

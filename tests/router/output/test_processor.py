@@ -11,7 +11,8 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import DeadlineExceeded
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.frontend.prepare import RequestContext, prepare
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.output.choice import ChoiceOutput
 from tandem.router.output.processor import OutputProcessor
 from tandem.router.request import TokenDelta

@@ -21,7 +21,8 @@ from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Caller
 from tandem.router.auth.rate import Quota
 from tandem.router.dispatch.submit import rest_of
-from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.router.frontend.prepare import RequestContext
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.resume import event_ids
 from tandem.router.resume.policy import ResumePolicy

@@ -10,7 +10,8 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.auth.authenticator import Caller
-from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
+from tandem.router.frontend.prepare import RequestContext, prepare
+from tandem.router.frontend.served_model import ServedModel
 from tandem.router.resume.tokens import ResumeKey
 from tandem.router.watermark.config import WatermarkConfig
 from tandem.router.watermark.key import KEY_PREFIX, read_watermark_key, write_watermark_key

@@ -1,29 +1,31 @@
-"""Formats in which chat models write tool calls and reasoning. Their names are vLLM's.
+"""Formats in which chat models write tool calls. Their names are vLLM's.
 
-A chat template shows its model's format by a text that only such templates have. Most formats
-declare where calls and reasoning begin and end in the form of transformers' response templates.
-Hermes, Qwen3-Coder, GLM and Llama 3 have parsers in output/tool_parser.py, because there a tag in
-an argument is text.
-
-Knows nothing of tokens.
+A chat template shows its model's format by a text that only such templates have.
 """
 
-import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from ...proto.limits import MAX_TOOL_NAME_CHARACTERS
+from .chat_format import (
+    AUTO,
+    CALL_MARKUP,
+    CALLED_NAME,
+    HARMONY,
+    HY_SUFFIX,
+    HY_SUFFIXES,
+    MESSAGE,
+    RAW,
+    SPACE,
+    TURN,
+    CallGrammar,
+    ChatFormat,
+    answer_between,
+    find_format,
+    hy_tags,
+)
 
-CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
-"""Tags around a tool call of Hermes models; text even if the tokenizer has them as special."""
-
-_NAME_MARK: Final = re.compile("%[sj]")
 PYTHON_TAG: Final = "<|python_tag|>"
-AUTO: Final = "auto"
-NO_FORMAT: Final = "none"
-
 ToolCallParserName = Literal[
     "auto",
     "pythonic",
@@ -57,102 +59,9 @@ ToolCallParserName = Literal[
     "internlm",
     "llama3_json",
 ]
-ReasoningParserName = Literal[
-    "auto",
-    "none",
-    "seed_oss",
-    "longcat",
-    "hy_v3",
-    "apertus",
-    "granite",
-    "qwen3",
-    "openai_gptoss",
-    "mistral",
-    "gemma4",
-    "cohere_command3",
-    "deepseek_r1",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallGrammar:
-    """Holds the texts around a demanded call and between calls.
-
-    A text that may be a special token is separate. `%s` stands for the tool's name, `%j` for the
-    name in JSON.
-    """
-
-    begin: tuple[str, ...] = ()
-    open: tuple[str, ...] = ()
-    head: tuple[str, ...] = ('{"name": %j, "arguments": ',)
-    tail: tuple[str, ...] = ("}",)
-    close: tuple[str, ...] = ()
-    between: tuple[str, ...] | None = ()  # None: only one call
-    end: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFormat:
-    """Holds one format of calls or of reasoning."""
-
-    signs: tuple[str, ...]  # a template of this format has one of these texts
-    markup: tuple[str, ...] = ()  # texts that may be special tokens; not part of the content
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of a response template
-    grammar: CallGrammar | None = None  # None: calls cannot be demanded
-    ends_reasoning: str = ""  # the pattern of a call that ends the reasoning it is in; "": none
-
-
-_RAW: Final = {"content": "text", "content_args": {"strip": False}}
-CONTENT: Final = {"content": _RAW}
-"""The text outside calls and reasoning."""
-
-
-def _calls(begin: str, *ends: str, **captured: str) -> dict[str, Any]:
-    """Declares calls as raw text, from the pattern `begin` to one of the texts `ends`.
-
-    Without `ends` a call goes to the end of the answer.
-    """
-    made = {"open": "{open}", "body": "{content}"} | captured
-    close = {"close": list(ends)} if ends else {}
-    return {
-        "tool_calls": {
-            "open_pattern": f"(?P<open>{begin})",
-            **close,
-            **_RAW,
-            "repeats": True,
-            "transform": made,
-        }
-    }
-
-
-def _reasoning(begin: str, end: str) -> dict[str, Any]:
-    return {"reasoning": {"open_pattern": begin, "close_pattern": end, **_RAW}}
-
-
-def _answer(begin: str, end: str) -> dict[str, Any]:
-    return {"answer": {"open_pattern": begin, "close_pattern": end, **_RAW}}
-
-
-CALLED_NAME: Final = rf"[\w.:/-]{{1,{MAX_TOOL_NAME_CHARACTERS}}}"
-"""The pattern of a tool's name in a call."""
-
-_SPACE: Final = r"\s{0,4}"  # bounded, so that much white space does not slow a pattern down
-# Reasoning begins the answer: further on, the tag is text, such as in an argument of a call.
-_FIRST_THINK: Final = rf"\A{_SPACE}<think>\n?"
-_TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
-_MESSAGE: Final = rf"{_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>"
 # gpt-oss leaves out `functions.` now and then. A result of a tool is to the assistant.
 _RECIPIENT: Final = r"(?!assistant[\s<])(?:functions\.)?+"
-_HARMONY: Final = (
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|constrain|>",
-)
 _DEEPSEEK: Final = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -171,24 +80,37 @@ DSML: Final = "｜DSML｜"
 """The mark in the tags of DeepSeek V3.2; a special token of its own."""
 
 _DSML_CALLS: Final = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
-_HY_SUFFIXES: Final = (":opensource", ":6124c78e", "")  # of the tags, by checkpoint
-HY_SUFFIX: Final = f"(?:{'|'.join(_HY_SUFFIXES)})"
-"""The pattern of what ends the names of the tags of Hunyuan 3 and 4."""
-
 _APERTUS: Final = ("<|tools_prefix|>", "<|tools_suffix|>")
 _LIST_BETWEEN: Final = (", ",)
 # An answer bound to JSON may begin with the same texts as a call in JSON, so these are separate as
 # in JSON: llguidance's lexer takes the longest literal that may follow and never goes back.
 _JSON_NAME: Final = ("{", '"name"', ": ", "%j", ", ")
-_THINK_CLOSE: Final = r"\n?</think>\n{0,2}"
 _HERMES_GRAMMAR: Final = CallGrammar(
     open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",)
 )
 
 _PYTHONIC: Final = (
-    rf"\A{_SPACE}(?:<\|python_start\|>)?"
+    rf"\A{SPACE}(?:<\|python_start\|>)?"
     rf"(?=\[(?:{CALLED_NAME}\(|\{{\"name\": \"{CALLED_NAME}\", \"arguments\": ))"
 )
+
+
+def _calls(begin: str, *ends: str, **captured: str) -> dict[str, Any]:
+    """Declares calls as raw text, from the pattern `begin` to one of the texts `ends`.
+
+    Without `ends` a call goes to the end of the answer.
+    """
+    made = {"open": "{open}", "body": "{content}"} | captured
+    close = {"close": list(ends)} if ends else {}
+    return {
+        "tool_calls": {
+            "open_pattern": f"(?P<open>{begin})",
+            **close,
+            **RAW,
+            "repeats": True,
+            "transform": made,
+        }
+    }
 
 
 def _listed_calls(
@@ -204,22 +126,13 @@ def _listed_calls(
     )
 
 
-def _hy_tags(*names: str) -> tuple[str, ...]:
-    return tuple(
-        f"<{slash}{name}{suffix}>"
-        for name in names
-        for slash in ("", "/")
-        for suffix in _HY_SUFFIXES
-    )
-
-
 _HY: Final = ChatFormat(  # calls end the answer; a demanded one is written in a JSON list
-    signs=("<tool_sep>", "<arg_key{}>", *(f"<arg_key{suffix}>" for suffix in _HY_SUFFIXES[:-1])),
-    markup=_hy_tags("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value"),
-    fields=_calls(rf"<tool_calls{HY_SUFFIX}>(?={_SPACE}(?:\[|<tool_call{HY_SUFFIX}>))"),
+    signs=("<tool_sep>", "<arg_key{}>", *(f"<arg_key{suffix}>" for suffix in HY_SUFFIXES[:-1])),
+    markup=hy_tags("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value"),
+    fields=_calls(rf"<tool_calls{HY_SUFFIX}>(?={SPACE}(?:\[|<tool_call{HY_SUFFIX}>))"),
     grammar=CallGrammar(begin=("<tool_calls>", "["), between=_LIST_BETWEEN, end=("]",)),
     ends_reasoning=(
-        rf"<tool_calls{HY_SUFFIX}>{_SPACE}<tool_call{HY_SUFFIX}>{_SPACE}{CALLED_NAME}{_SPACE}"
+        rf"<tool_calls{HY_SUFFIX}>{SPACE}<tool_call{HY_SUFFIX}>{SPACE}{CALLED_NAME}{SPACE}"
         rf"<(?:tool_sep|arg_key){HY_SUFFIX}>"
     ),
 )
@@ -241,19 +154,19 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         ("<seed:tool_call>",),
         "<seed:tool_call>",
         "</seed:tool_call>",
-        rf"<seed:tool_call>{_SPACE}<function=",
+        rf"<seed:tool_call>{SPACE}<function=",
     ),
     "minimax_m2": _listed_calls(
         ("<minimax:tool_call>",),
         "<minimax:tool_call>",
         "</minimax:tool_call>",
-        rf"<minimax:tool_call>{_SPACE}<invoke name=",
+        rf"<minimax:tool_call>{SPACE}<invoke name=",
     ),
     "longcat": _listed_calls(
         ("<longcat_tool_call>",),
         "<longcat_tool_call>",
         "</longcat_tool_call>",
-        rf"<longcat_tool_call>{_SPACE}(?:\{{|{CALLED_NAME}{_SPACE}<longcat_arg_key>)",
+        rf"<longcat_tool_call>{SPACE}(?:\{{|{CALLED_NAME}{SPACE}<longcat_arg_key>)",
     ),
     "deepseek_v32": ChatFormat(
         signs=(DSML,),
@@ -288,14 +201,14 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<arg_key>",),
         markup=CALL_MARKUP,
         grammar=_HERMES_GRAMMAR,
-        ends_reasoning=rf"<tool_call>{_SPACE}{CALLED_NAME}{_SPACE}<arg_key>",
+        ends_reasoning=rf"<tool_call>{SPACE}{CALLED_NAME}{SPACE}<arg_key>",
     ),
     "qwen3_coder": ChatFormat(  # a demanded call is written in Hermes's format
         signs=("<function=",),
         markup=CALL_MARKUP,
         grammar=_HERMES_GRAMMAR,
         # Qwen3.5 calls before </think> now and then; a tag alone is often prose there.
-        ends_reasoning=rf"<tool_call>{_SPACE}<function=",
+        ends_reasoning=rf"<tool_call>{SPACE}<function=",
     ),
     "nemotron_json": _listed_calls(("<TOOLCALL>",), "<TOOLCALL>", "</TOOLCALL>"),
     "deepseek_v3": ChatFormat(  # and R1; the name comes after the type, which is `function`
@@ -338,16 +251,16 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),
     "openai": ChatFormat(
         signs=("<|channel|>analysis",),
-        markup=_HARMONY,
+        markup=HARMONY,
         fields=_calls(
-            rf"{_TURN}{_CHANNEL}{_SPACE}to={_RECIPIENT}(?P<name>{CALLED_NAME}){_SPACE}"
-            rf"{_CHANNEL}{_SPACE}(?:<\|constrain\|>)?(?:json|code)?{_SPACE}<\|message\|>",
+            rf"{TURN}{_CHANNEL}{SPACE}to={_RECIPIENT}(?P<name>{CALLED_NAME}){SPACE}"
+            rf"{_CHANNEL}{SPACE}(?:<\|constrain\|>)?(?:json|code)?{SPACE}<\|message\|>",
             "<|call|>",
             "<|end|>",
             name="{name}",
         )
-        | _answer(
-            rf"{_TURN}<\|channel\|>(?:final|commentary|analysis){_MESSAGE}",
+        | answer_between(
+            rf"{TURN}<\|channel\|>(?:final|commentary|analysis){MESSAGE}",
             r"<\|end\|>|<\|return\|>",
         ),
         grammar=CallGrammar(
@@ -418,7 +331,7 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "internlm": ChatFormat(
         signs=("<|action_start|>",),
         markup=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
-        fields=_calls(rf"<\|action_start\|>{_SPACE}<\|plugin\|>", "<|action_end|>"),
+        fields=_calls(rf"<\|action_start\|>{SPACE}<\|plugin\|>", "<|action_end|>"),
         grammar=CallGrammar(
             open=("<|action_start|>", "<|plugin|>", "\n"),
             head=('{"name": %j, "parameters": ',),
@@ -432,99 +345,12 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
 }
 """By name; the first format whose sign a template has counts."""
 
-REASONING_FORMATS: Final[Mapping[str, ChatFormat]] = {
-    "seed_oss": ChatFormat(
-        signs=("<seed:think>",),
-        markup=("<seed:think>", "</seed:think>"),
-        fields=_reasoning(rf"\A{_SPACE}<seed:think>\n?", r"\n?</seed:think>\n{0,2}"),
-    ),
-    "longcat": ChatFormat(
-        signs=("<longcat_think>",),
-        markup=("<longcat_think>", "</longcat_think>"),
-        fields=_reasoning(rf"\A{_SPACE}<longcat_think>\n?", r"\n?</longcat_think>\n{0,2}"),
-    ),
-    "hy_v3": ChatFormat(  # and Hunyuan 4; tags without a suffix show the format qwen3
-        signs=("<think{}>", *(f"<think{suffix}>" for suffix in _HY_SUFFIXES[:-1])),
-        markup=_hy_tags("think"),
-        fields=_reasoning(rf"\A{_SPACE}<think{HY_SUFFIX}>\n?", rf"\n?</think{HY_SUFFIX}>\n{{0,2}}"),
-    ),
-    "apertus": ChatFormat(
-        signs=("<|inner_prefix|>",),
-        markup=("<|inner_prefix|>", "<|inner_suffix|>"),
-        fields=_reasoning(r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
-    ),
-    "granite": ChatFormat(  # 3.2
-        signs=("Here is my thought process:",),
-        fields=_reasoning(
-            rf"\A{_SPACE}Here(?:'s| is) my thought process:{_SPACE}",
-            rf"{_SPACE}Here(?:'s| is) my response:{_SPACE}",
-        ),
-    ),
-    "qwen3": ChatFormat(
-        signs=("<think>", "</think>"),
-        markup=("<think>", "</think>"),
-        fields=_reasoning(_FIRST_THINK, _THINK_CLOSE),
-    ),
-    "openai_gptoss": ChatFormat(
-        signs=("<|channel|>analysis",),
-        markup=_HARMONY,
-        fields=_reasoning(
-            rf"{_TURN}<\|channel\|>analysis{_SPACE}<\|message\|>", r"<\|end\|>|<\|return\|>"
-        )
-        | _answer(
-            rf"{_TURN}<\|channel\|>(?:final|commentary){_MESSAGE}", r"<\|end\|>|<\|return\|>"
-        ),
-    ),
-    "mistral": ChatFormat(
-        signs=("[THINK]",),
-        markup=("[THINK]", "[/THINK]"),
-        fields=_reasoning(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}"),
-    ),
-    "gemma4": ChatFormat(
-        signs=("<|channel>thought",),
-        markup=("<|channel>", "<channel|>"),
-        fields=_reasoning(r"<\|channel>thought\n?", r"\n?<channel\|>\n{0,2}"),
-    ),
-    "cohere_command3": ChatFormat(
-        signs=("<|START_THINKING|>",),
-        markup=("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        fields=_reasoning(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>")
-        | _answer(r"<\|START_RESPONSE\|>", r"<\|END_RESPONSE\|>"),
-    ),
-    # Every answer begins with reasoning, with or without a tag, so no template shows this format.
-    "deepseek_r1": ChatFormat(
-        signs=(),
-        markup=("<think>", "</think>"),
-        fields=_reasoning(rf"{_FIRST_THINK}(?:<think>\n?)?", _THINK_CLOSE),
-    ),
-}
-
 
 def call_format(template: str, name: str = AUTO) -> str:
     """Returns the name of a chat template's format of calls; Hermes's if it shows no known one."""
-    return _found(CALL_FORMATS, template, name) or "hermes"
+    return find_format(CALL_FORMATS, template, name) or "hermes"
 
 
 def shows_call_format(template: str) -> bool:
     """Returns True if a chat template shows a known format of calls."""
-    return bool(_found(CALL_FORMATS, template, AUTO))
-
-
-def reasoning_format(template: str, name: str = AUTO) -> str:
-    """Returns the name of a chat template's format of reasoning; "" if it shows no known one."""
-    return _found(REASONING_FORMATS, template, name)
-
-
-def _found(formats: Mapping[str, ChatFormat], template: str, name: str) -> str:
-    if name != AUTO:
-        return "" if name == NO_FORMAT else name
-    signed = (
-        known for known, each in formats.items() if any(sign in template for sign in each.signs)
-    )
-    return next(signed, "")
-
-
-def grammar_texts(texts: Iterable[str], tool_name: str = "") -> list[str]:
-    """Returns texts of a CallGrammar with the name of a tool."""
-    forms = {"%s": tool_name, "%j": json.dumps(tool_name)}
-    return [_NAME_MARK.sub(lambda mark: forms[mark[0]], text) for text in texts]
+    return bool(find_format(CALL_FORMATS, template, AUTO))
