@@ -209,18 +209,20 @@ class Suspend(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("epoch", "transfer_id", "num_tokens", "layout", "endpoints")
+    __slots__ = ("epoch", "transfer_id", "num_tokens", "layout", "endpoints", "computed_after")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_AFTER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     transfer_id: bytes
     num_tokens: int
     layout: bytes
     endpoints: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+    computed_after: int
+    def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[str]] = ..., computed_after: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("outputs", "load", "stored_blocks", "evicted_blocks")
@@ -465,6 +467,18 @@ class DrainResponse(_message.Message):
     num_requests: int
     def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ("time",)
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    time: int
+    def __init__(self, time: _Optional[int] = ...) -> None: ...
+
+class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    def __init__(self, error: _Optional[str] = ...) -> None: ...
+
 class SwitchRoleRequest(_message.Message):
     __slots__ = ("role", "timeout_seconds")
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -482,7 +496,7 @@ class SwitchRoleResponse(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class RankControlRequest(_message.Message):
-    __slots__ = ("call_id", "sequence_id", "num_plans", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk")
+    __slots__ = ("call_id", "sequence_id", "num_plans", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk", "clear_disk")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PLANS_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +510,7 @@ class RankControlRequest(_message.Message):
     OPEN_DISK_FIELD_NUMBER: _ClassVar[int]
     READ_DISK_FIELD_NUMBER: _ClassVar[int]
     WRITE_DISK_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_DISK_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     sequence_id: int
     num_plans: int
@@ -509,7 +524,8 @@ class RankControlRequest(_message.Message):
     open_disk: OpenDisk
     read_disk: DiskBlocks
     write_disk: DiskBlocks
-    def __init__(self, call_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., num_plans: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[NumberedAdapter, _Mapping]] = ..., open_disk: _Optional[_Union[OpenDisk, _Mapping]] = ..., read_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., write_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ...) -> None: ...
+    clear_disk: bool
+    def __init__(self, call_id: _Optional[int] = ..., sequence_id: _Optional[int] = ..., num_plans: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[NumberedAdapter, _Mapping]] = ..., open_disk: _Optional[_Union[OpenDisk, _Mapping]] = ..., read_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., write_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., clear_disk: _Optional[bool] = ...) -> None: ...
 
 class NumberedAdapter(_message.Message):
     __slots__ = ("number", "adapter")

@@ -54,6 +54,11 @@ class WorkerStub:
                 request_serializer=worker__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=worker__pb2.SwitchRoleResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/tandem.v1.Worker/ResetPrefixCache',
+                request_serializer=worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=worker__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/tandem.v1.Worker/LoadAdapter',
                 request_serializer=worker__pb2.LoadAdapterRequest.SerializeToString,
@@ -102,6 +107,16 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Empties the prefix cache in memory, in host memory and on disk. Returns when no prompt finds KV
+        cache any more that was computed before, or with the reason why some is left. Running requests
+        go on; what they have computed does not enter the prefix cache any more, here or at another
+        worker that was reset at the same time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """Loads a LoRA adapter, or reports why it cannot be used. Does nothing if requests use max_loras
         other adapters. A worker also loads an adapter when a Submit names it.
@@ -140,6 +155,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SwitchRole,
                     request_deserializer=worker__pb2.SwitchRoleRequest.FromString,
                     response_serializer=worker__pb2.SwitchRoleResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=worker__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=worker__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -260,6 +280,33 @@ class Worker:
             '/tandem.v1.Worker/SwitchRole',
             worker__pb2.SwitchRoleRequest.SerializeToString,
             worker__pb2.SwitchRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ResetPrefixCache',
+            worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+            worker__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
