@@ -63,7 +63,7 @@ def _speculative(value: Any) -> Mapping[str, object]:
 
 
 def _object(name: str, value: Any) -> Mapping[str, object]:
-    """Reads an object that may be JSON; `name` is that of the setting and of its key."""
+    """Reads an object that may be JSON; `name` names the setting and its key."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -284,7 +284,7 @@ SETTINGS: Final = (
         keys=("sampling_defaults",),
         vllm=("override_generation_config",),
         convert=partial(_object, "sampling_defaults"),
-        help="Defaults of requests that win over those of the model, as JSON such as "
+        help="Defaults of requests, which win over the model's, as JSON such as "
         '{"temperature": 0.6}.',
     ),
     Setting(

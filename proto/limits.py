@@ -1,8 +1,8 @@
 """Defines the bounds on a caller's input, and the service's own bounds.
 
-The bounds of single request parameters are in parameters.py. The service's own bounds are those of
-connections (MAX_CONNECTIONS), of messages between its processes (MAX_INTERNAL_MESSAGE_BYTES), and
-of waits (STALL_SECONDS, KEEPALIVE_SECONDS, PREFIX_FETCH_SECONDS).
+The bounds of single request parameters are in parameters.py. The service's own bounds limit
+connections (MAX_CONNECTIONS), messages between its processes (MAX_INTERNAL_MESSAGE_BYTES), and
+waits (STALL_SECONDS, KEEPALIVE_SECONDS, PREFIX_FETCH_SECONDS).
 """
 
 from collections.abc import Mapping

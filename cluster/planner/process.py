@@ -54,7 +54,7 @@ class ProcessSpec(BaseModel):
 
 
 class MeasuredProcess:
-    """Has a process measure steps."""
+    """Tells a process which steps to measure."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

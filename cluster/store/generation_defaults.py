@@ -1,4 +1,4 @@
-"""Reads the defaults of request parameters: the operator's, and those of generation_config.json.
+"""Reads the defaults of request parameters: the operator's and generation_config.json's.
 
 As in vLLM.
 """

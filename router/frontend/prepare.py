@@ -118,9 +118,7 @@ async def prepare(
     stops = await COMPILING.run(
         fairness_id, compile_microseconds, stop_rules, stopping, stop_tokens
     )
-    submit = _submit(request, model, context.caller, prompt, max_tokens)
-    submit.bad_words.extend(bad_words)
-    submit.grammar = grammar
+    submit = _submit(request, model, context.caller, prompt, max_tokens, bad_words, grammar)
     encode = partial(tokenizer.encode_chat, fairness_id=fairness_id, now=now)
     submit.retentions.extend(await find_retentions(request, prompt, encode))
     submit.stop_token_ids.extend(dict.fromkeys((*stopping.stop_token_ids, *stop_tokens)))
@@ -300,6 +298,8 @@ def _submit(
     caller: Caller,
     prompt: list[int],
     max_tokens: int,
+    bad_words: Sequence[inference_pb2.TokenIds],
+    grammar: str,
 ) -> worker_pb2.Submit:
     """Returns the message to workers without the fields that take time to check.
 
@@ -316,6 +316,8 @@ def _submit(
         token_ids=prompt,
         max_tokens=max(max_tokens, 1),
         sampling=sampling,
+        bad_words=bad_words,
+        grammar=grammar,
         watermark=watermark,
         num_choices=num_choices,
         beam_search=complete_beam_search(request),

@@ -332,7 +332,7 @@ class Tokenizer:
         return encode_text(self._backend, text, add_special_tokens=add_special_tokens)
 
     def _variables(self, chat: inference_pb2.Chat) -> dict[str, Any]:
-        """Returns the variables of the template; those of the chat win over the operator's."""
+        """Returns the variables of the template; the chat's own win over the operator's."""
         return {**self.chat_template_kwargs, **template_variables(chat)}
 
     def _render_chat(

@@ -53,7 +53,7 @@ async def first_turn(cluster: Cluster, holder: Node) -> TokenRequest:
     request = next_turn(cluster, request, result.choices[0].ids)
 
     def num_known() -> int:
-        return cluster.registry._look_up(request).matched.get(holder.worker_id, 0)
+        return cluster.registry._look_up(request).matched.num_tokens(holder.worker_id)
 
     await until(lambda: num_known() == NUM_KNOWN, "the router knows of the decode worker's cache")
     return request

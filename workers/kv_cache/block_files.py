@@ -182,7 +182,7 @@ class BlockFiles:
         return payload if is_whole else None
 
     def clear(self) -> None:
-        """Removes all files, also those of other kinds; no write may run meanwhile.
+        """Removes all files, also of other kinds; no write may run meanwhile.
 
         Raises OSError if the disk refuses it.
         """

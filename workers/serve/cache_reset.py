@@ -72,7 +72,7 @@ class CacheReset:
     def _clear(self, engine: Engine) -> None:
         """Empties the cache in memory, in the engine's thread.
 
-        The loop learns of it after the events of earlier steps and before those of later ones.
+        The loop learns of it after the events of earlier steps and before the events of later ones.
         """
         changed = engine.clear_cache()
         self._thread.call_in_loop(partial(self._cleared, changed, self._age.asked))

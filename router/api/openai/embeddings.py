@@ -238,14 +238,14 @@ def _embeddings(body: EmbeddingsFields, model: str, answers: Answers) -> bytes:
         )
     # One by one, to save memory: a number takes 4 bytes here, 20 as text and 32 as an object.
     data = ", ".join(
-        json.dumps({"object": "embedding", "index": i, "embedding": _encode(each, body)})
+        json.dumps({"object": "embedding", "index": i, "embedding": _written(each, body)})
         for i, each in enumerate(found)
     )
     rest = json.dumps({"model": model, "usage": _usage(answers)})[1:]
     return f'{{"object": "list", "data": [{data}], {rest}'.encode()
 
 
-def _encode(embedding: "array[float]", body: EmbeddingsFields) -> str | list[float]:
+def _written(embedding: "array[float]", body: EmbeddingsFields) -> str | list[float]:
     if body.normalize is not False:
         length = math.sqrt(math.fsum(number * number for number in embedding)) or 1.0
         embedding = array("f", [number / length for number in embedding])

@@ -47,7 +47,7 @@ class EventSender:
     ) -> AsyncGenerator[None, None]:
         """Scope in which an event is sent whenever no bytes were sent for `seconds`; None: never.
 
-        Makes each event when it is sent, so that its number follows those of earlier events. Has
+        Makes each event when it is sent, so that its number follows the earlier events. Has
         one timer, whatever the number of events.
         """
         if seconds is None:

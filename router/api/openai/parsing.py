@@ -118,7 +118,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 def _refuse_unknown(model: OpenModel, prefix: str, *, ignores_unknown: bool = False) -> None:
     """Raises InvalidArgument if an OpenModel has an unknown field that is not null.
 
-    `ignores_unknown`: raises only for those with a reason, and for those of nested models.
+    `ignores_unknown`: raises only for fields with a reason, and within nested models.
     """
     for name, value in (model.model_extra or {}).items():
         reason = REASONS.get(name) if not prefix else None

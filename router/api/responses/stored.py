@@ -80,7 +80,7 @@ async def answer_responses(
     """Answers POST /v1/responses: generates, and stores the response unless `store` is false.
 
     Raises InvalidArgument, also for an unknown previous response, and for a stored response whose
-    id is that of an earlier one of its conversation.
+    id equals an earlier one of its conversation.
     """
     fairness_id = context.caller.fairness_id
     parse_body = partial(parse, ResponsesBody, ignores_unknown=service.dialect.ignores_unknown)

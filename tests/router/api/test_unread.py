@@ -164,7 +164,7 @@ class UnreadTransport(asyncio.Transport):
         super().__init__({"peername": ("127.0.0.1", 1)})
         self.num_unread = 0
         self.is_aborted = False
-        self.is_reading = True
+        self.reads = True
         self._connection = connection
         self._is_closing = False
         self._is_paused = False
@@ -185,10 +185,10 @@ class UnreadTransport(asyncio.Transport):
         return self.num_unread
 
     def pause_reading(self) -> None:
-        self.is_reading = False
+        self.reads = False
 
     def resume_reading(self) -> None:
-        self.is_reading = True
+        self.reads = True
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -223,7 +223,7 @@ class Exchange:
         self.connection.connection_made(self.transport)
 
     def ask(self) -> None:
-        if self.transport.is_reading:
+        if self.transport.reads:
             self.connection.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
 
     async def _app(self, _scope: Any, _receive: Any, send: Any) -> None:
