@@ -27,7 +27,7 @@ router.frontend.prepare:_encode_fitting
 router.frontend.prepare:encode_prompt
 router.frontend.tokenizer:Tokenizer.encode
 router.frontend.tokenizer:Tokenizer._encode
-router.frontend.prepare:_fit_context < prepare
+router.frontend.served_model:fit_context < prepare
 router.frontend.prepare:_submit < prepare
 router.api.service:GenerationService.run < GrpcServer._generate
 router.dispatch.dispatcher:Dispatcher.generate
