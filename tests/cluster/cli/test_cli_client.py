@@ -102,7 +102,7 @@ def test_this_holds_in_the_locale_of_containers(service: StubService) -> None:
 
 def test_what_the_encoding_of_a_terminal_lacks_becomes_question_marks(service: StubService) -> None:
     done = subprocess.run(
-        [*TANDEM, "generate", "Zürich 東京", "--target", service.address],
+        [*TANDEM, "generate", "Zürich 東京", "--url", service.address],
         env=os.environ | {"PYTHONIOENCODING": "latin-1"},
         capture_output=True,
         timeout=WAIT,
