@@ -75,8 +75,11 @@ _PLAIN: Final = (
         "laguna",
     ),
     *("llama", "mellum", "nemotron", "olmo2", "opt", "phi3", "qwen2", "stablelm", "starcoder2"),
+    *("nanochat", "persimmon", "phi", "seed_oss"),
 )
-_WINDOWED: Final = ("cohere2", "gemma2", "gemma3_text", "granite_swa", "ministral", "mistral")
+_WINDOWED: Final = (
+    *("cohere2", "gemma2", "gemma3_text", "granite_swa", "ministral", "mistral", "vaultgemma"),
+)
 _SPARSE: Final = (
     *(
         "afmoe",
@@ -90,6 +93,7 @@ _SPARSE: Final = (
         "gpt_oss",
     ),
     *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "phimoe", "qwen3_moe"),
+    "solar_open",
 )
 
 _DELTA: Final[dict[str, Any]] = {
@@ -109,6 +113,20 @@ _MAMBA2: Final[dict[str, Any]] = {
 
 def _layers(*kinds: str, name: str = "layer_types") -> dict[str, Any]:
     return {name: list(kinds), "num_hidden_layers": len(kinds)}
+
+
+def _scaled_queries() -> dict[str, Any]:
+    """YaRN, and queries that are scaled by their position from position 32 on."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 64.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    return {"rope_parameters": rope}
 
 
 _HYBRID: Final = _layers("linear_attention", "full_attention", "linear_attention")
@@ -168,6 +186,47 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0, 0.0],
     },
     "gemma4_text": _SHARED | {"global_head_dim": 32},
+    "gemma4_unified_text": _SHARED
+    | {"global_head_dim": 32, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+    "smollm3": _ALTERNATING | {"use_sliding_window": True, "no_rope_layers": [1, 0]},
+    "ministral3": _scaled_queries(),
+    "olmo": {"clip_qkv": 1.0},
+    "olmo3": _ALTERNATING
+    | {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        }
+    },
+    "olmoe": _EXPERTS | {"clip_qkv": 1.0},
+    "modernbert-decoder": {"local_attention": 48, "pad_token_id": 0},
+    "dots1": _EXPERTS | _ALTERNATING | {"first_k_dense_replace": 1},
+    "granitemoe_swa": _EXPERTS
+    | _ALTERNATING
+    | {
+        "attention_multiplier": 0.25,
+        "layer_rope_theta": [10_000.0, 0],  # no positions in the second layer
+        "shared_intermediate_size": 48,
+    },
+    # The layer with a window has twice the key and value heads, and sinks.
+    "mimo_v2_flash": _EXPERTS
+    | {
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "minimax_m2": _EXPERTS | {"rotary_dim": 8},
+    "qwen2_moe": _EXPERTS
+    | _ALTERNATING
+    | {
+        "use_sliding_window": True,
+        "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 48,
+    },
     "dbrx": {
         "max_seq_len": SIZES["max_position_embeddings"],
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
@@ -178,6 +237,7 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": _EXPERTS | _LATENT,
     "glm4_moe_lite": _EXPERTS | _LATENT,
     "axk1": _EXPERTS | _LATENT,
+    "mistral4": _EXPERTS | _LATENT | {"head_dim": 24} | _scaled_queries(),
     "longcat_flash": _EXPERTS
     | _LATENT
     | {

@@ -72,6 +72,7 @@ LATENT = tuple(
         "glm4_moe_lite",
         "longcat_flash",
         "minicpm3",
+        "mistral4",
         "youtu",
     )
     if kind in DECODERS
@@ -80,6 +81,7 @@ OTHERS = [kind for kind in sorted(DECODERS) if kind not in SAMPLE]
 # Those with more than one geometry of layers, latents or states, and a sample of the others.
 CHECKED_WHOLE = {*SAMPLE, *LATENT, *STATEFUL}
 CHECKED_WHOLE |= {"deepseek_v32", "gemma3_text", "granite_swa", "mistral"}
+CHECKED_WHOLE |= {"gemma4_unified_text", "mimo_v2_flash"}
 
 
 @pytest.mark.parametrize("kind", sorted(DECODERS))
@@ -134,7 +136,9 @@ def test_latents_are_not_quantized(tmp_path: Path) -> None:
     check_cache_dtype(config, "auto")
 
 
-SHARED = tuple(kind for kind in ("gemma3n_text", "gemma4_text") if kind in DECODERS)
+SHARED = tuple(
+    kind for kind in ("gemma3n_text", "gemma4_text", "gemma4_unified_text") if kind in DECODERS
+)
 
 
 @pytest.mark.parametrize("kind", SHARED)

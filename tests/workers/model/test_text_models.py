@@ -32,8 +32,8 @@ NATIVE = [
     for kind in sorted(MULTIMODAL)
     if MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind] in TEXT_MODELS
 ]
-# Tied embeddings, experts, positions on three axes, windows.
-SAMPLE = ("gemma3", "kimi_k25", "llava", "qwen2_5_vl", "qwen3_vl_moe")
+# Tied embeddings, experts, positions on three axes, windows, states.
+SAMPLE = ("gemma3", "glm5_next", "kimi_k25", "llava", "qwen2_5_vl", "qwen3_vl_moe")
 OTHERS = [kind for kind in sorted(MULTIMODAL) if kind not in SAMPLE]
 
 
@@ -314,6 +314,17 @@ def test_the_sparse_attention_of_minimax_m3_is_refused(tmp_path: Path) -> None:
     }
     write_config(tmp_path, kind, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, text_config=text)
     with pytest.raises(CheckpointError, match="layer_types: 'minimax_m3_sparse' is not supported"):
+        parse_model_config(read_fields(tmp_path))
+
+
+@pytest.mark.skipif("glm5_next" not in MULTIMODAL, reason="only a newer transformers has it")
+def test_an_indexer_that_leaves_out_the_last_keys_is_refused(tmp_path: Path) -> None:
+    make_tiny_multimodal(tmp_path, "glm5_next", index_kpool_always_select_tail=False)
+    message = (
+        "^config.json: text_config.index_kpool_always_select_tail: false, no attention to the "
+        "last keys, is not supported$"
+    )
+    with pytest.raises(CheckpointError, match=message):
         parse_model_config(read_fields(tmp_path))
 
 
