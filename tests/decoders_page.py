@@ -51,8 +51,8 @@ number of KV heads, or of query heads with latent attention.
 key: one row per token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
 - Layers that read the keys and values of an earlier layer (Gemma 3n, Gemma 4) keep no KV cache. \
 Layers of Mistral Large 4 that read the latents of an earlier layer keep a copy of them.
-- Sparse attention (DeepSeek V3.2, GLM-5, Mistral Large 4) runs as dense attention up to `index_topk` tokens. Set \
-`context_tokens` to at most this number; longer contexts are refused.
+- Sparse attention (DeepSeek V3.2, GLM-5, Mistral Large 4) runs as dense attention up to \
+`index_topk` tokens. Set `context_tokens` to at most this number; longer contexts are refused.
 - Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \
 convolutions) compute it with Tandem's kernels. Every rank holds the whole state. Such models run \
 on CPUs only.
