@@ -16,7 +16,7 @@ import transformers
 from tandem.proto.limits import MAX_TOKENS
 from tandem.tests.source import ROOT
 from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
-from tandem.tests.tiny_multimodal import MULTIMODAL
+from tandem.tests.tiny_multimodal import MISTRAL_TEXTS, MULTIMODAL
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import reference
 from tandem.workers.model.generic.config import PUBLISHED_NAMES
@@ -63,7 +63,8 @@ Tandem's code has the limits that the checkpoint states (`time_step_limit`), as 
 context is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
 `context_tokens` to limit the length of answers.
 - Refused, with the reason in one line: states that a layer keeps in another way (RWKV, xLSTM, \
-RecurrentGemma), encoders, attention with a mask of the model (ALiBi), the sparse attention of \
+RecurrentGemma), encoders, attention with a mask of the model (ALiBi, Doge), attention that is \
+called twice (DiffLlama, HRM-Text), queries of experts (JetMoE), the sparse attention of \
 MiniMax-M3, and decoders whose code in transformers attends by itself instead of through \
 `AttentionInterface` (Falcon, GPT-J, GPT-Neo, CodeGen, BLOOM, MPT).
 - [Quantised weights](quantization.md) of linear layers keep their form, and `--quantization` \
@@ -93,6 +94,8 @@ transformers' code. Fields that `text_config` leaves out have transformers' defa
 template may come from the processor. `make test` tests these types in the same way:
 
 {multimodal}
+
+`mistral3` is also tested with the text models {mistral}.
 
 Published checkpoints of Gemma 3n (`Gemma3nForConditionalGeneration`) need the package `timm`, \
 with which transformers builds their encoders; without it they are refused.
@@ -132,6 +135,7 @@ def head() -> str:
         native=natives,
         published=", ".join(f"`{old}` ({new})" for old, new in PUBLISHED_NAMES.items()),
         multimodal=", ".join(f"`{kind}`" for kind in sorted(MULTIMODAL)),
+        mistral=" and ".join(f"`{kind}`" for kind in MISTRAL_TEXTS),
     )
 
 

@@ -2,6 +2,7 @@
 random model.
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,20 +116,6 @@ def _layers(*kinds: str, name: str = "layer_types") -> dict[str, Any]:
     return {name: list(kinds), "num_hidden_layers": len(kinds)}
 
 
-def _scaled_queries() -> dict[str, Any]:
-    """YaRN, and queries that are scaled by their position from position 32 on."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 64.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    }
-    return {"rope_parameters": rope}
-
-
 _HYBRID: Final = _layers("linear_attention", "full_attention", "linear_attention")
 _CONV: Final = _layers("conv", "full_attention", "conv")
 _STATEFUL: Final[dict[str, dict[str, Any]]] = {
@@ -189,7 +176,17 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     "gemma4_unified_text": _SHARED
     | {"global_head_dim": 32, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
     "smollm3": _ALTERNATING | {"use_sliding_window": True, "no_rope_layers": [1, 0]},
-    "ministral3": _scaled_queries(),
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 64.0,
+            "original_max_position_embeddings": 32,  # queries beyond it are scaled by a logarithm
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "olmo": {"clip_qkv": 1.0},
     "olmo3": _ALTERNATING
     | {
@@ -203,6 +200,7 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     },
     "olmoe": _EXPERTS | {"clip_qkv": 1.0},
     "modernbert-decoder": {"local_attention": 48, "pad_token_id": 0},
+    "kolibri1": _EXPERTS | _ALTERNATING | {"shared_expert_intermediate_size": 48},
     "dots1": _EXPERTS | _ALTERNATING | {"first_k_dense_replace": 1},
     "granitemoe_swa": _EXPERTS
     | _ALTERNATING
@@ -237,7 +235,6 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": _EXPERTS | _LATENT,
     "glm4_moe_lite": _EXPERTS | _LATENT,
     "axk1": _EXPERTS | _LATENT,
-    "mistral4": _EXPERTS | _LATENT | {"head_dim": 24} | _scaled_queries(),
     "longcat_flash": _EXPERTS
     | _LATENT
     | {
@@ -250,6 +247,23 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": _EXPERTS | _LATENT | _INDEXER,
     "glm_moe_dsa": _EXPERTS | _LATENT | _INDEXER | {"indexer_types": ["full", "shared"]},
     "axk2": _EXPERTS | _LATENT | _INDEXER,
+    # Its layers with a window have other heads and latents.
+    "dots3_note_text": _EXPERTS
+    | _LATENT
+    | _INDEXER
+    | {
+        "head_dim": 24,
+        "sliding_window": 24,
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "shared_experts_intermediate_size": 48,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 8,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 32,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
     "hy_v4": _EXPERTS | _LATENT | _INDEXER,
     "minicpm3": _LATENT,
     "youtu": _LATENT,
@@ -272,7 +286,8 @@ def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     sizes = SIZES | DECODERS.get(kind, {})
     if kind in _WITHOUT_CONTEXT:
         del sizes["max_position_embeddings"]
-    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(sizes | overrides))
+    # Configs change nested fields.
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**deepcopy(sizes | overrides))
     return config
 
 

@@ -2,6 +2,7 @@
 model.
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,6 +120,15 @@ MULTIMODAL: Final[dict[str, dict[str, Any]]] = {
     "glm4v_moe": _EXPERTS | _axes(1, 1, 2),
 }
 """By `model_type`: fields of text_config beside those of all tiny models and of the text model."""
+MISTRAL_TEXTS: Final[dict[str, dict[str, Any]]] = {
+    kind: {"model_type": kind, **fields}
+    for kind, fields in {
+        "ministral3": DECODERS.get("ministral3", {}),
+        "mistral4": DECODERS["deepseek_v3"] | DECODERS.get("ministral3", {}) | {"head_dim": 24},
+    }.items()
+    if kind in CONFIG_MAPPING
+}
+"""By `model_type`: fields of the other text models that `mistral3` may have."""
 
 
 def make_tiny_multimodal(folder: Path, kind: str, *, seed: int = 0, **text: Any) -> Path:
@@ -150,7 +160,8 @@ def tiny_multimodal_config(kind: str, **text: Any) -> PreTrainedConfig:
     text_type = default.get_text_config(decoder=True).model_type
     # These models pass their window on by themselves, so kinds of layers would not be noticed.
     of_type = {} if text_type in ("mistral", "cohere2") else DECODERS.get(text_type, {})
-    fields = {"model_type": text_type, **SIZES, **of_type, **MULTIMODAL[kind], **text}
+    # Configs change nested fields.
+    fields = deepcopy({"model_type": text_type, **SIZES, **of_type, **MULTIMODAL[kind], **text})
     encoders = {
         name: _shrink(getattr(default, name))
         for name in default.sub_configs

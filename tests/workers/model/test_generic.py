@@ -72,7 +72,6 @@ LATENT = tuple(
         "glm4_moe_lite",
         "longcat_flash",
         "minicpm3",
-        "mistral4",
         "youtu",
     )
     if kind in DECODERS
@@ -81,7 +80,7 @@ OTHERS = [kind for kind in sorted(DECODERS) if kind not in SAMPLE]
 # Those with more than one geometry of layers, latents or states, and a sample of the others.
 CHECKED_WHOLE = {*SAMPLE, *LATENT, *STATEFUL}
 CHECKED_WHOLE |= {"deepseek_v32", "gemma3_text", "granite_swa", "mistral"}
-CHECKED_WHOLE |= {"gemma4_unified_text", "mimo_v2_flash"}
+CHECKED_WHOLE |= {"dots3_note_text", "gemma4_unified_text", "mimo_v2_flash"}
 
 
 @pytest.mark.parametrize("kind", sorted(DECODERS))
@@ -193,7 +192,9 @@ def test_the_page_lists_every_decoder_that_is_tested() -> None:
 
 
 SPARSE = tuple(
-    kind for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4") if kind in DECODERS
+    kind
+    for kind in ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+    if kind in DECODERS
 )
 
 

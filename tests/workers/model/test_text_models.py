@@ -17,7 +17,12 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.import_utils import BACKENDS_MAPPING
 
 from tandem.tests.tiny import make_tiny_model
-from tandem.tests.tiny_multimodal import IS_OLD, MULTIMODAL, make_tiny_multimodal
+from tandem.tests.tiny_multimodal import (
+    IS_OLD,
+    MISTRAL_TEXTS,
+    MULTIMODAL,
+    make_tiny_multimodal,
+)
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load, load_opened, reference
 from tandem.tests.workers.model.test_generic import change_config
@@ -73,6 +78,14 @@ def test_two_ranks_give_what_transformers_gives(tmp_path: Path, kind: str) -> No
     folder = make_tiny_multimodal(tmp_path, kind)
     tokens = checks.check_decoder(folder)
     assert checks.tokens_of_two_ranks(folder) in (None, [tokens] * 2)
+
+
+@pytest.mark.parametrize("kind", MISTRAL_TEXTS)
+def test_mistral_3_may_have_other_text_models(tmp_path: Path, kind: str) -> None:
+    """As Ministral 3 and Mistral Small 4 are published."""
+    folder = make_tiny_multimodal(tmp_path, "mistral3", **MISTRAL_TEXTS[kind])
+    tokens = checks.check_decoder(folder, open_checkpoint(folder))
+    assert checks.tokens_of_two_ranks(folder) == [tokens] * 2
 
 
 def test_a_tied_head_that_the_plan_lacks_is_split_with_its_embedding(
@@ -289,6 +302,15 @@ def test_refusals_name_the_reason(tmp_path: Path, kind: str, reason: str) -> Non
         (
             "bloom",  # ALiBi
             "num_hidden_layers: 2, but 0 of them attend through transformers' AttentionInterface",
+        ),
+        (
+            "jetmoe",  # experts compute its queries
+            "num_hidden_layers: 12, but 0 of them attend through transformers' AttentionInterface",
+        ),
+        ("doge", "architectures: attention with its own mask is not supported"),
+        *(
+            (kind, "architectures: layers that share one attention module are not supported")
+            for kind in ("diffllama", "hrm_text")
         ),
     ],
 )
