@@ -16,7 +16,7 @@ import transformers
 from tandem.proto.limits import MAX_TOKENS
 from tandem.tests.source import ROOT
 from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
-from tandem.tests.tiny_multimodal import MULTIMODAL
+from tandem.tests.tiny_multimodal import MISTRAL_TEXTS, MULTIMODAL
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import reference
 from tandem.workers.model.generic.config import PUBLISHED_NAMES
@@ -49,9 +49,10 @@ These rules apply to models that run through transformers' code:
 number of KV heads, or of query heads with latent attention.
 - Latent attention (DeepSeek V2 and later) caches the latent vector and the shared part of the \
 key: one row per token for all heads, on every rank. `kv_cache_dtype` must be `auto`.
-- Layers that read the keys and values of an earlier layer (Gemma 3n, Gemma 4) keep no KV cache.
-- Sparse attention (DeepSeek V3.2, GLM-5) runs as dense attention up to `index_topk` tokens. Set \
-`context_tokens` to at most this number; longer contexts are refused.
+- Layers that read the keys and values of an earlier layer (Gemma 3n, Gemma 4) keep no KV cache. \
+Layers of Mistral Large 4 that read the latents of an earlier layer keep a copy of them.
+- Sparse attention (DeepSeek V3.2, GLM-5, Mistral Large 4) runs as dense attention up to \
+`index_topk` tokens. Set `context_tokens` to at most this number; longer contexts are refused.
 - Layers that keep a state for each sequence (Mamba, Mamba 2, gated delta nets, short \
 convolutions) compute it with Tandem's kernels. Every rank holds the whole state. Such models run \
 on CPUs only.
@@ -62,7 +63,8 @@ Tandem's code has the limits that the checkpoint states (`time_step_limit`), as 
 context is {most:,} tokens, the longest prompt that a service accepts; vLLM assumes 2,048. Set \
 `context_tokens` to limit the length of answers.
 - Refused, with the reason in one line: states that a layer keeps in another way (RWKV, xLSTM, \
-RecurrentGemma), encoders, attention with a mask of the model (ALiBi), the sparse attention of \
+RecurrentGemma), encoders, attention with a mask of the model (ALiBi, Doge), attention that is \
+called twice (DiffLlama, HRM-Text), queries of experts (JetMoE), the sparse attention of \
 MiniMax-M3, and decoders whose code in transformers attends by itself instead of through \
 `AttentionInterface` (Falcon, GPT-J, GPT-Neo, CodeGen, BLOOM, MPT).
 - [Quantised weights](quantization.md) of linear layers keep their form, and `--quantization` \
@@ -93,6 +95,8 @@ transformers' code. Fields that `text_config` leaves out have transformers' defa
 template may come from the processor. `make test` tests these types in the same way:
 
 {multimodal}
+
+`mistral3` is also tested with the text models {mistral}.
 
 Published checkpoints of Gemma 3n (`Gemma3nForConditionalGeneration`) need the package `timm`, \
 with which transformers builds their encoders; without it they are refused.
@@ -132,6 +136,7 @@ def head() -> str:
         native=natives,
         published=", ".join(f"`{old}` ({new})" for old, new in PUBLISHED_NAMES.items()),
         multimodal=", ".join(f"`{kind}`" for kind in sorted(MULTIMODAL)),
+        mistral=" and ".join(f"`{kind}`" for kind in MISTRAL_TEXTS),
     )
 
 

@@ -2,6 +2,7 @@
 random model.
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,8 +76,11 @@ _PLAIN: Final = (
         "laguna",
     ),
     *("llama", "mellum", "nemotron", "olmo2", "opt", "phi3", "qwen2", "stablelm", "starcoder2"),
+    *("nanochat", "persimmon", "phi", "seed_oss"),
 )
-_WINDOWED: Final = ("cohere2", "gemma2", "gemma3_text", "granite_swa", "ministral", "mistral")
+_WINDOWED: Final = (
+    *("cohere2", "gemma2", "gemma3_text", "granite_swa", "ministral", "mistral", "vaultgemma"),
+)
 _SPARSE: Final = (
     *(
         "afmoe",
@@ -90,6 +94,7 @@ _SPARSE: Final = (
         "gpt_oss",
     ),
     *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "phimoe", "qwen3_moe"),
+    "solar_open",
 )
 
 _DELTA: Final[dict[str, Any]] = {
@@ -168,6 +173,58 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0, 0.0],
     },
     "gemma4_text": _SHARED | {"global_head_dim": 32},
+    "gemma4_unified_text": _SHARED
+    | {"global_head_dim": 32, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+    "smollm3": _ALTERNATING | {"use_sliding_window": True, "no_rope_layers": [1, 0]},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 64.0,
+            "original_max_position_embeddings": 32,  # queries beyond it are scaled by a logarithm
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "olmo": {"clip_qkv": 1.0},
+    "olmo3": _ALTERNATING
+    | {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        }
+    },
+    "olmoe": _EXPERTS | {"clip_qkv": 1.0},
+    "modernbert-decoder": {"local_attention": 48, "pad_token_id": 0},
+    "kolibri1": _EXPERTS | _ALTERNATING | {"shared_expert_intermediate_size": 48},
+    "dots1": _EXPERTS | _ALTERNATING | {"first_k_dense_replace": 1},
+    "granitemoe_swa": _EXPERTS
+    | _ALTERNATING
+    | {
+        "attention_multiplier": 0.25,
+        "layer_rope_theta": [10_000.0, 0],  # no positions in the second layer
+        "shared_intermediate_size": 48,
+    },
+    # The layer with a window has twice the key and value heads, and sinks.
+    "mimo_v2_flash": _EXPERTS
+    | {
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "minimax_m2": _EXPERTS | {"rotary_dim": 8},
+    "qwen2_moe": _EXPERTS
+    | _ALTERNATING
+    | {
+        "use_sliding_window": True,
+        "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 48,
+    },
     "dbrx": {
         "max_seq_len": SIZES["max_position_embeddings"],
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
@@ -190,6 +247,23 @@ _EVERY: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": _EXPERTS | _LATENT | _INDEXER,
     "glm_moe_dsa": _EXPERTS | _LATENT | _INDEXER | {"indexer_types": ["full", "shared"]},
     "axk2": _EXPERTS | _LATENT | _INDEXER,
+    # Its layers with a window have other heads and latents.
+    "dots3_note_text": _EXPERTS
+    | _LATENT
+    | _INDEXER
+    | {
+        "head_dim": 24,
+        "sliding_window": 24,
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "shared_experts_intermediate_size": 48,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 8,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 32,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
     "hy_v4": _EXPERTS | _LATENT | _INDEXER,
     "minicpm3": _LATENT,
     "youtu": _LATENT,
@@ -212,7 +286,8 @@ def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     sizes = SIZES | DECODERS.get(kind, {})
     if kind in _WITHOUT_CONTEXT:
         del sizes["max_position_embeddings"]
-    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(sizes | overrides))
+    # Configs change nested fields.
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**deepcopy(sizes | overrides))
     return config
 
 

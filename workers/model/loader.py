@@ -160,19 +160,19 @@ def _with_stored_head(
     serves as the embedding. If neither a head nor names of a model with a head are stored, as in
     Qwen3-Embedding-8B, the head is tied: embeddings do not need it.
     """
-    if not config.tie_word_embeddings:
-        is_bare = any(name.startswith("layers.") for name in stored)
-        has_head = any(name.startswith("lm_head.") for name in stored)
-        needs_none = is_bare and not has_head
-        return (with_head(config, is_tied=True) if needs_none else config), stored
-    tied = {part.name: part for part, _ in _weight_slices(config)}
-    if stored.keys() <= tied.keys():
+    if not config.tie_word_embeddings and not any(name.startswith("layers.") for name in stored):
         return config, stored
+    with_none = config if config.tie_word_embeddings else with_head(config, is_tied=True)
+    tied = {part.name: part for part, _ in _weight_slices(with_none)}
+    if stored.keys() <= tied.keys():
+        return with_none, stored
     untied = with_head(config, is_tied=False)
     head = [part for part, _ in _weight_slices(untied) if part.name not in tied]
     names = [name for part in head for name in (part.name, *part.other_names)]
     prefixes = tuple({f"{name.rpartition('.')[0]}." for name in names})
     own = [each for name, each in stored.items() if name not in tied and name.startswith(prefixes)]
+    if not config.tie_word_embeddings:
+        return (config if own else with_none), stored
     embeddings = [part for part in tied.values() if part.shape in {each.shape for each in head}]
     if not own or not embeddings:
         return config, stored

@@ -80,6 +80,7 @@ OTHERS = [kind for kind in sorted(DECODERS) if kind not in SAMPLE]
 # Those with more than one geometry of layers, latents or states, and a sample of the others.
 CHECKED_WHOLE = {*SAMPLE, *LATENT, *STATEFUL}
 CHECKED_WHOLE |= {"deepseek_v32", "gemma3_text", "granite_swa", "mistral"}
+CHECKED_WHOLE |= {"dots3_note_text", "gemma4_unified_text", "mimo_v2_flash"}
 
 
 @pytest.mark.parametrize("kind", sorted(DECODERS))
@@ -134,7 +135,9 @@ def test_latents_are_not_quantized(tmp_path: Path) -> None:
     check_cache_dtype(config, "auto")
 
 
-SHARED = tuple(kind for kind in ("gemma3n_text", "gemma4_text") if kind in DECODERS)
+SHARED = tuple(
+    kind for kind in ("gemma3n_text", "gemma4_text", "gemma4_unified_text") if kind in DECODERS
+)
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -189,7 +192,9 @@ def test_the_page_lists_every_decoder_that_is_tested() -> None:
 
 
 SPARSE = tuple(
-    kind for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4") if kind in DECODERS
+    kind
+    for kind in ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+    if kind in DECODERS
 )
 
 

@@ -17,7 +17,12 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.import_utils import BACKENDS_MAPPING
 
 from tandem.tests.tiny import make_tiny_model
-from tandem.tests.tiny_multimodal import IS_OLD, MULTIMODAL, make_tiny_multimodal
+from tandem.tests.tiny_multimodal import (
+    IS_OLD,
+    MISTRAL_TEXTS,
+    MULTIMODAL,
+    make_tiny_multimodal,
+)
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load, load_opened, reference
 from tandem.tests.workers.model.test_generic import change_config
@@ -32,8 +37,8 @@ NATIVE = [
     for kind in sorted(MULTIMODAL)
     if MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind] in TEXT_MODELS
 ]
-# Tied embeddings, experts, positions on three axes, windows.
-SAMPLE = ("gemma3", "kimi_k25", "llava", "qwen2_5_vl", "qwen3_vl_moe")
+# Tied embeddings, experts, positions on three axes, windows, states.
+SAMPLE = ("gemma3", "glm5_next", "kimi_k25", "llava", "qwen2_5_vl", "qwen3_vl_moe")
 OTHERS = [kind for kind in sorted(MULTIMODAL) if kind not in SAMPLE]
 
 
@@ -73,6 +78,14 @@ def test_two_ranks_give_what_transformers_gives(tmp_path: Path, kind: str) -> No
     folder = make_tiny_multimodal(tmp_path, kind)
     tokens = checks.check_decoder(folder)
     assert checks.tokens_of_two_ranks(folder) in (None, [tokens] * 2)
+
+
+@pytest.mark.parametrize("kind", MISTRAL_TEXTS)
+def test_mistral_3_may_have_other_text_models(tmp_path: Path, kind: str) -> None:
+    """As Ministral 3 and Mistral Small 4 are published."""
+    folder = make_tiny_multimodal(tmp_path, "mistral3", **MISTRAL_TEXTS[kind])
+    tokens = checks.check_decoder(folder, open_checkpoint(folder))
+    assert checks.tokens_of_two_ranks(folder) == [tokens] * 2
 
 
 def test_a_tied_head_that_the_plan_lacks_is_split_with_its_embedding(
@@ -290,6 +303,15 @@ def test_refusals_name_the_reason(tmp_path: Path, kind: str, reason: str) -> Non
             "bloom",  # ALiBi
             "num_hidden_layers: 2, but 0 of them attend through transformers' AttentionInterface",
         ),
+        (
+            "jetmoe",  # experts compute its queries
+            "num_hidden_layers: 12, but 0 of them attend through transformers' AttentionInterface",
+        ),
+        ("doge", "architectures: attention with its own mask is not supported"),
+        *(
+            (kind, "architectures: layers that share one attention module are not supported")
+            for kind in ("diffllama", "hrm_text")
+        ),
     ],
 )
 def test_a_type_is_refused_in_one_line(tmp_path: Path, kind: str, line: str) -> None:
@@ -314,6 +336,17 @@ def test_the_sparse_attention_of_minimax_m3_is_refused(tmp_path: Path) -> None:
     }
     write_config(tmp_path, kind, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, text_config=text)
     with pytest.raises(CheckpointError, match="layer_types: 'minimax_m3_sparse' is not supported"):
+        parse_model_config(read_fields(tmp_path))
+
+
+@pytest.mark.skipif("glm5_next" not in MULTIMODAL, reason="only a newer transformers has it")
+def test_an_indexer_that_leaves_out_the_last_keys_is_refused(tmp_path: Path) -> None:
+    make_tiny_multimodal(tmp_path, "glm5_next", index_kpool_always_select_tail=False)
+    message = (
+        "^config.json: text_config.index_kpool_always_select_tail: false, no attention to the "
+        "last keys, is not supported$"
+    )
+    with pytest.raises(CheckpointError, match=message):
         parse_model_config(read_fields(tmp_path))
 
 

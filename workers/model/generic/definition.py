@@ -73,7 +73,7 @@ def build_on_meta(fields: Fields, dtype: torch.dtype) -> Decoder:
     below = model.base_model if text is config else _keep_text(model, fields)
     fix_rope(model, fields)
     keep_latents(below)
-    see_all_keys(below)
+    see_all_keys(below, text, fields)
     has_state = keeps_state(text, type(model).__name__)
     kinds = getattr(text, "layer_types", None) or ()
     if has_state and not {*ATTENDING, *MIXING, *STATELESS}.issuperset(kinds):

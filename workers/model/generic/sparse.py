@@ -4,12 +4,17 @@ Their indexer chooses `index_topk` keys for each query. Up to this number of tok
 of them, so attention is dense and needs no indexer. Longer sequences are refused.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from ..config import Fields, text_fields
 from .latent import is_latent
+
+# GLM-5.3 makes a mask of what an indexer chooses: groups of keys, and the keys after the last one.
+_MASK: Final = "build_attention_mask_from_topk"
+_HAS_TAIL: Final = "index_kpool_always_select_tail"
 
 
 class CausalMask:
@@ -26,13 +31,22 @@ class _AllKeys(nn.Module):
         return None
 
 
-def see_all_keys(model: nn.Module) -> None:
-    """Removes the indexers of a model. It must not run sequences of more than `index_topk`."""
+def see_all_keys(model: nn.Module, config: Any, fields: Fields) -> None:
+    """Removes the indexers of a model. It must not run sequences of more than `index_topk`.
+
+    Raises CheckpointError for a model whose indexers leave keys out of shorter sequences.
+    """
+    if not getattr(config, _HAS_TAIL, True):
+        raise text_fields(fields).error(
+            _HAS_TAIL, "false, no attention to the last keys, is not supported"
+        )
     for module in model.modules():
         if is_latent(module) and hasattr(module, "indexer"):
             # Layers that share another layer's choice have no indexer of their own.
             module.indexer = _AllKeys()
             module.register_forward_pre_hook(_give_mask, with_kwargs=True)
+            if hasattr(module, _MASK):
+                setattr(module, _MASK, _all_keys)
 
 
 def dense_tokens_of(config: Any) -> int | None:
@@ -45,6 +59,10 @@ def _give_mask(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs | {"attention_mask": CausalMask()}
+
+
+def _all_keys(*args: Any, **kwargs: Any) -> CausalMask:
+    return CausalMask()
 
 
 def without_mask(mask: torch.Tensor | CausalMask | None) -> torch.Tensor | None:

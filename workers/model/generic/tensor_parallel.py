@@ -19,6 +19,7 @@ from ..parallel import TensorParallel
 from ..quant.base import LinearMethod, LinearPartition
 from .config import text_config
 from .linear import PackedLinear, plain_method
+from .states.mixers import forward_of_mixer
 
 Slices = tuple[slice, ...]
 
@@ -61,6 +62,7 @@ class TpPlan:
         self._split_tied_head(model)
         self._keep_sparse_whole(model)
         self._split_norms_of_heads(model)
+        self._split_results_of_mixers(model)
         for each, module in model.named_modules():
             is_split = self._styles.get(each, "replicate") in (*_COLUMNS, *_ROWS, *_PACKED)
             if is_split and type(module) is not nn.Linear:
@@ -99,6 +101,17 @@ class TpPlan:
             match = re.fullmatch(r"(.*\b[qk]_)norm\.weight", name)
             if match and parameter.ndim == 2 and self._styles.get(f"{match[1]}proj") in _COLUMNS:
                 self._styles[name] = self._styles[f"{match[1]}proj"]
+
+    def _split_results_of_mixers(self, model: PreTrainedModel) -> None:
+        """Makes each rank map its part of a mixer's results, which it computes as a whole.
+
+        The plan of GLM-5.3 has one name for the last maps of mixers and of attention, and splits
+        the heads of attention alone.
+        """
+        mixers = [f"{name}." for name, each in model.named_modules() if forward_of_mixer(each)]
+        for name, style in self._styles.items():
+            if style == _ROWS[0] and name.startswith(tuple(mixers)):
+                self._styles[name] = _SPLIT_INPUT[0]
 
     def slices(self, name: str, shape: tuple[int, ...], stacks: int) -> list[Slices] | None:
         """Returns this rank's parts of a source of the weight `name`.

@@ -23,6 +23,7 @@ _IGNORED: Final = {
     "cache_position",
     "deterministic",
     "dropout",
+    "input_ids",
     "is_causal",
     "logits_to_keep",
     "output_attentions",

@@ -223,6 +223,12 @@ def _forward_of(module: nn.Module) -> FunctionType | None:
     return forward if isinstance(forward, FunctionType) else None
 
 
+def forward_of_mixer(module: nn.Module) -> FunctionType | None:
+    """Returns the `forward` of a module with a convolution that our functions compute."""
+    forward = _forward_of(module)
+    return forward if forward and _CONV in forward.__code__.co_names else None
+
+
 def bind_mixers(decoder: nn.Module) -> dict[nn.Module, bool]:
     """Binds our functions in the mixers of a decoder.
 
@@ -230,10 +236,10 @@ def bind_mixers(decoder: nn.Module) -> dict[nn.Module, bool]:
     """
     mixers: dict[nn.Module, bool] = {}
     for module in decoder.modules():
-        forward = _forward_of(module)
-        functions = _Functions(module).by_name()
-        if forward is None or _CONV not in forward.__code__.co_names:
+        forward = forward_of_mixer(module)
+        if forward is None:
             continue
+        functions = _Functions(module).by_name()
         used = {name: functions[name] for name in functions if name in forward.__code__.co_names}
         copy = FunctionType(
             forward.__code__,
