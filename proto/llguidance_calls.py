@@ -4,13 +4,11 @@ llguidance recurses over chains of rules. The longest chains that the bounds all
 MiB of stack, and would overflow a thread's usual 8 MiB.
 """
 
-import ctypes
 import os
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import ClassVar, Final, TypeVar
+from typing import Final, TypeVar
 
 from llguidance import LLParserLimits
 
@@ -30,22 +28,6 @@ No step of any tested grammar takes more than 15 ms, with 49,152 tokens; llguida
 allow 2 s. A choice of 1,024 texts, a schema with 300 optional properties, and 128 tools are within
 these limits.
 """
-
-MAX_GRAMMAR_BYTES: Final = 64 * 2**20
-"""Memory of one compiled grammar, without the states that its use adds.
-
-The largest grammars within MAX_GRAMMAR_CHARACTERS take less, if their arrays have few items.
-"""
-
-# The most that a short grammar took was 630 KiB, a regex over all letters.
-_BASE_BYTES: Final = 640 * 2**10
-_CHARACTER_BYTES: Final = 300  # per character; the most was 272, of thousands of short rules
-# Of an array with minItems or maxItems. An item that may be missing is a rule or two, and a rule
-# takes 0.3 to 0.7 kB.
-_ITEM_BYTES: Final = 2_000
-# In a JSON schema, also in one that is quoted once or twice. It may miss some: the check refuses a
-# grammar that takes much more than reserved.
-_ITEMS: Final = re.compile(r"(?:min|max)Items\W{1,16}?(\d{1,9})")
 
 _STACK_BYTES: Final = 256 * 2**20  # only used pages take memory, until the thread ends
 _MAX_THREADS: Final = 2
@@ -84,49 +66,6 @@ def on_deep_stack(work: Callable[[], T], nice: int = 0) -> T:
         return done.result()
 
 
-def reserved_bytes(grammar: str) -> int:
-    """Returns the memory that a worker reserves before it compiles a grammar with this text.
-
-    A router refuses a grammar that takes much more, so the reservation is true.
-    """
-    num_items = sum(map(int, _ITEMS.findall(grammar)))
-    num_bytes = _BASE_BYTES + _CHARACTER_BYTES * len(grammar) + _ITEM_BYTES * num_items
-    return min(num_bytes, MAX_GRAMMAR_BYTES)
-
-
-class _HeapInfo(ctypes.Structure):
-    """Holds the fields of glibc's `struct mallinfo2`."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",  # bytes in large blocks
-            "usmblks",
-            "fsmblks",
-            "uordblks",  # bytes in other blocks
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
-def allocated_bytes() -> int:
-    """Returns the bytes that this process has allocated and not freed, also in C and Rust.
-
-    Returns 0 without glibc 2.33 or a later one.
-    """
-    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if read is None:
-        return 0
-    read.restype = _HeapInfo
-    info = read()
-    return int(info.hblkhd + info.uordblks)
-
-
 def public_error(error: str) -> str:
     """Returns llguidance's message about a grammar, in other words if it is for its authors.
 
@@ -134,4 +73,4 @@ def public_error(error: str) -> str:
     """
     if not error.lstrip().startswith("panic:"):
         return error
-    return "the grammar library fails with it; use smaller minItems and maxItems, or simplify it"
+    return "the grammar library fails with it; simplify it"

@@ -17,14 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument, Overloaded, Unavailable
-from ...proto.llguidance_calls import (
-    MAX_GRAMMAR_BYTES,
-    PARSER_LIMITS,
-    allocated_bytes,
-    on_deep_stack,
-    public_error,
-    reserved_bytes,
-)
+from ...proto.llguidance_calls import PARSER_LIMITS, on_deep_stack, public_error
 from .chat import parameters_schema
 from .child_process import ChildProcess, limit_memory
 from .fair_threads import FairThreads
@@ -44,7 +37,6 @@ MAX_COMBINED: Final = 4 * limits.MAX_GRAMMAR_CHARACTERS
 # Of all checks, beyond the memory of the imports. The stack of a check takes a quarter, once it is
 # deep, and a heap of glibc an eighth.
 _MEMORY_BYTES: Final = 2**30
-_MAX_EXCESS: Final = 2  # of the memory that workers reserve, because freed pieces stay in caches
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 _GBNF_RULE: Final = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -149,10 +141,7 @@ class GrammarValidator:
         except TimeoutError:
             return "", f"takes more than {self._seconds:g} seconds to check; simplify it"
         except EOFError:
-            return "", (
-                "takes too much memory to check, or is nested too deeply; simplify it, as by "
-                "smaller minItems and maxItems"
-            )
+            return "", "takes too much memory to check, or is nested too deeply; simplify it"
         except ChildProcessError:
             raise Unavailable("grammars cannot be checked now") from None
         return grammar, reason
@@ -247,20 +236,11 @@ def check_constraint(
     except ValueError as error:
         return "", str(error)
     tokenizer = _tokenizer_for(grammar)
-    before = allocated_bytes()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
     matcher.compute_bitmask()
-    taken = allocated_bytes() - before
     if matcher.get_error().startswith("NoExtensionBias"):
         return grammar, "matches nothing"
-    if matcher.is_error():
-        return grammar, _short(public_error(matcher.get_error()))
-    if taken > min(_MAX_EXCESS * reserved_bytes(grammar), MAX_GRAMMAR_BYTES):
-        return grammar, (
-            "takes too much memory once it is compiled; simplify it, as by smaller minItems and "
-            "maxItems"
-        )
-    return grammar, ""
+    return grammar, _short(public_error(matcher.get_error())) if matcher.is_error() else ""
 
 
 def _with_arguments(grammar: str, tools: Iterable[inference_pb2.Tool]) -> str:

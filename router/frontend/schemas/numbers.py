@@ -11,13 +11,6 @@ llguidance has a lexer state for each remainder. 9,973 takes 30 ms and 1 MB, 999
 340 MB. Large powers of 2 and 5 have no bound here; the limits of the check refuse them.
 """
 
-_MAX_ITEMS: Final = 10_000
-"""Bound of `minItems` and `maxItems`.
-
-llguidance makes a part of the grammar for each item, and at most 65,000 rules. It does not do this
-for the lengths of texts and the numbers of properties.
-"""
-
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _LARGEST_INTEGER: Final = 2**63 - 1
 
@@ -32,9 +25,6 @@ def refused_number(schema: Mapping[str, Any]) -> str:
             f"'multipleOf' without its factors 2 and 5 must be at most {_MAX_FACTOR}; use a "
             "smaller number or leave it out"
         )
-    for name in ("minItems", "maxItems"):
-        if isinstance(schema.get(name), int) and schema[name] > _MAX_ITEMS:
-            return f"{name!r} must be at most {_MAX_ITEMS}; use a smaller number or leave it out"
     for name in ("const", "enum", *_BOUNDS):
         for number in _integers(schema.get(name)):
             if name in ("maximum", "exclusiveMaximum") and number >= _LARGEST_INTEGER:

@@ -94,7 +94,8 @@ async def test_a_grammar_accepts_the_texts_of_its_constraint(
 
 
 DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
-LONG = {"type": "array", "items": {"type": "null"}, "maxItems": 10_000}
+LONG = {"type": "array", "items": {"type": "null"}, "maxItems": 10**12}
+"""llguidance keeps counts, not an item for each."""
 
 
 @pytest.mark.parametrize(
@@ -120,26 +121,6 @@ LONG = {"type": "array", "items": {"type": "null"}, "maxItems": 10_000}
         ),
         ({"json_schema": DEEP[: limits.MAX_GRAMMAR_CHARACTERS]}, "constraint.json_schema", "."),
         ({"json_schema": "[" * 100_000}, "constraint.json_schema", "nested too deeply"),
-        (
-            {"json_schema": '{"type": "array", "minItems": 1000000000000}'},
-            "constraint.json_schema",
-            "'minItems' must be at most 10000",
-        ),
-        (
-            {"json_schema": json.dumps({"prefixItems": [LONG] * 8})},
-            "constraint.json_schema",
-            "fails with it; use smaller minItems and maxItems, or simplify it$",
-        ),
-        (
-            {"grammar": 'start: %json {"items": {"type": "null"}, "minItems": 1000000000000}'},
-            "constraint.grammar",
-            "takes too much memory to check",
-        ),
-        (
-            {"grammar": 'start: %json {"items": {"type": "null"}, "min\\u0049tems": 300000}'},
-            "constraint.grammar",
-            "takes too much memory once",
-        ),
         (
             {"json_schema": " " * (limits.MAX_GRAMMAR_CHARACTERS + 1)},
             "constraint.json_schema",
@@ -183,7 +164,7 @@ async def test_a_bad_constraint_is_refused_with_a_short_reason(
 async def test_the_bounds_themselves_are_allowed() -> None:
     await grammar_of(regex="x" * limits.MAX_GRAMMAR_CHARACTERS)
     await grammar_of(json_schema=json.dumps(LONG))
-    await grammar_of(json_schema=json.dumps(LONG | {"minItems": 10_000}))
+    await grammar_of(json_schema=json.dumps(LONG | {"minItems": 10**12}))
     await grammar_of(choice={"texts": [f"{i:0128d}" for i in range(limits.MAX_CONSTRAINT_CHOICES)]})
 
 

@@ -373,8 +373,6 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"propertyNames": {"$ref": "#/$defs/both"}}, "'propertyNames'"),
     ({"type": "integer", "multipleOf": 10_007}, "'multipleOf'.* at most 10000"),
     ({"multipleOf": 0.000_010_007}, "'multipleOf'"),
-    ({"minItems": 10_001}, "'minItems' must be at most 10000"),
-    ({"maxItems": 10**12}, "'maxItems' must be at most 10000"),
     ({"const": 2**53 + 1}, f"'const' has the integer {2**53 + 1}"),
     ({"const": {"a": [-(2**53) - 1]}}, "'const'"),
     ({"const": 2**64}, "'const'"),

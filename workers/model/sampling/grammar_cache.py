@@ -24,18 +24,13 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from ....proto.home import tokenizer_file
-from ....proto.llguidance_calls import (
-    MAX_GRAMMAR_BYTES,
-    PARSER_LIMITS,
-    on_deep_stack,
-    public_error,
-    reserved_bytes,
-)
+from ....proto.llguidance_calls import PARSER_LIMITS, on_deep_stack, public_error
 
 _NUM_RECENT: Final = 32  # grammars that stay compiled, used or not
-# Of all grammars, without the states that their use adds. One of the largest fits alone, since a
-# tenant gets half.
-_MAX_COMPILED_BYTES: Final = 4 * MAX_GRAMMAR_BYTES
+_MAX_COMPILED_BYTES: Final = 256 * 2**20  # of all grammars, without the states that their use adds
+# The most that a short grammar took was 630 KiB, a regex over all letters.
+_BASE_BYTES: Final = 640 * 2**10
+_CHARACTER_BYTES: Final = 300  # per character; the most was 272, of thousands of short rules
 _MAX_STATE_BYTES: Final = 256 * 2**20  # of the states of all grammars
 _MAX_RECENT_STATE_BYTES: Final = 64 * 2**20  # of the states of recent grammars, used or not
 # A grammar with fewer bytes of states is not compiled again to drop them.
@@ -111,7 +106,10 @@ class GrammarCache:
         with self._lock:
             compiled = self._compiled.get(key)
         if compiled is None or compiled.is_exhausted:
-            reserved = self._reserve(tenant, reserved_bytes(grammar))
+            # The largest grammars, whose text is mostly escapes, take less than this maximum, and
+            # one of them fits alone.
+            num_bytes = min(_BASE_BYTES + _CHARACTER_BYTES * len(grammar), _MAX_COMPILED_BYTES // 4)
+            reserved = self._reserve(tenant, num_bytes)
             tokenizer = self._load_tokenizer()
             compiled = on_deep_stack(partial(_compile, tokenizer, grammar), nice=_COMPILE_NICE)
             compiled.tenant = tenant
