@@ -119,6 +119,10 @@ class RequestExecution:
         self._give_up: dict[int, float] = {}
         self._num_transfers_lost = [0] * self._num_choices
         self._num_crashes = 0
+        # The workers on the machines of crashed ones, which may be lost as well, and until when
+        # they are the last choice.
+        self._near_crashes: set[str] = set()
+        self._near_crashes_end = 0.0
         # Set when a worker reports that the model's output was not finite: that worker, the
         # attempts at that time, and the workers of its attempt, which are chosen last afterwards.
         self._not_finite_at: WorkerKey | None = None
@@ -321,6 +325,8 @@ class RequestExecution:
             is_recovery=part.is_recovery,
         )
         avoided = self._avoided_now()
+        if self._clock() < self._near_crashes_end and find(avoided | self._near_crashes):
+            avoided |= self._near_crashes
         placement = self._poison_guard.place(self, find, avoided | self._not_finite_workers)
         if placement is None and self._not_finite_workers:
             placement = self._poison_guard.place(self, find, avoided)
@@ -457,9 +463,13 @@ class RequestExecution:
     def _count_crash(self, interruption: Interruption, attempt: Attempt) -> None:
         """Makes the request a suspect after a crash.
 
-        If nothing else can be at fault, blocks requests like it and raises InternalError.
+        If nothing else can be at fault, blocks requests like it and raises InternalError. For a
+        while the request avoids the worker's machine, if other machines have workers: after the
+        loss of a machine, the loss of a second worker there proves nothing.
         """
         self._num_crashes += 1
+        self._near_crashes |= self._registry.neighbours(interruption.worker[0])
+        self._near_crashes_end = self._clock() + AVOID_SECONDS
         if interruption.choices - set(self._cancelled) and self._poison_guard.count_crash(
             self, interruption.worker, self._wake, is_proven=attempt.is_proven
         ):

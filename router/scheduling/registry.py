@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from ...proto import worker_pb2
+from ...proto.addresses import host_of
 from ...proto.costs import NEUTRAL_COST, KvCost
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, required_capacity, used_capacity
@@ -178,6 +179,15 @@ class WorkerRegistry:
         """Returns one worker; None if it is not listed."""
         worker = self._workers.get(worker_id)
         return worker.info if worker else None
+
+    def neighbours(self, worker_id: str) -> set[str]:
+        """Returns the workers on the machine of a worker, itself included; none if unlisted."""
+        if worker_id not in self._workers:
+            return set()
+        host = host_of(self._workers[worker_id].info.address)
+        return {
+            name for name, other in self._workers.items() if host_of(other.info.address) == host
+        }
 
     def is_lost(self, worker_id: str, epoch: int) -> bool:
         """Returns True if the worker is listed with this epoch and is lost; see `session_lost`."""

@@ -168,6 +168,7 @@ class FakePools:
     prefilled_tokens: list[int] = field(default_factory=list)
     num_transfers: int = 0
     left: set[str] = field(default_factory=set)
+    machines: dict[str, set[str]] = field(default_factory=dict)  # by worker: those beside it
     subscribers: list[Callable[[], object]] = field(default_factory=list)
     unavailable_message = "no worker is ready"
 
@@ -190,6 +191,10 @@ class FakePools:
 
     def get(self, worker_id: str) -> None:
         """Returns no entry of the directory: these workers never have a new epoch."""
+
+    def neighbours(self, worker_id: str) -> set[str]:
+        """Returns the workers of the same machine."""
+        return self.machines.get(worker_id, set())
 
     def place(
         self,
