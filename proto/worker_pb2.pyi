@@ -209,20 +209,22 @@ class Suspend(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("epoch", "transfer_id", "num_tokens", "layout", "endpoints", "computed_after")
+    __slots__ = ("epoch", "transfer_id", "num_tokens", "layout", "endpoints", "computed_after", "last_reset")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_AFTER_FIELD_NUMBER: _ClassVar[int]
+    LAST_RESET_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     transfer_id: bytes
     num_tokens: int
     layout: bytes
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     computed_after: int
-    def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[str]] = ..., computed_after: _Optional[int] = ...) -> None: ...
+    last_reset: int
+    def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[str]] = ..., computed_after: _Optional[int] = ..., last_reset: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("outputs", "load", "stored_blocks", "evicted_blocks")

@@ -119,10 +119,8 @@ class RequestExecution:
         self._give_up: dict[int, float] = {}
         self._num_transfers_lost = [0] * self._num_choices
         self._num_crashes = 0
-        # The workers on the machines of crashed ones, which may be lost as well, and until when
-        # they are the last choice.
-        self._near_crashes: set[str] = set()
-        self._near_crashes_end = 0.0
+        # Hosts where a worker has crashed, and until when the others there are the last choice.
+        self._crash_hosts: dict[str, float] = {}
         # Set when a worker reports that the model's output was not finite: that worker, the
         # attempts at that time, and the workers of its attempt, which are chosen last afterwards.
         self._not_finite_at: WorkerKey | None = None
@@ -325,8 +323,11 @@ class RequestExecution:
             is_recovery=part.is_recovery,
         )
         avoided = self._avoided_now()
-        if self._clock() < self._near_crashes_end and find(avoided | self._near_crashes):
-            avoided |= self._near_crashes
+        now = self._clock()
+        if hosts := {host for host, until in self._crash_hosts.items() if until > now}:
+            replaceable = self._registry.replaceable(hosts)
+            if find(avoided | replaceable):
+                avoided |= replaceable
         placement = self._poison_guard.place(self, find, avoided | self._not_finite_workers)
         if placement is None and self._not_finite_workers:
             placement = self._poison_guard.place(self, find, avoided)
@@ -464,12 +465,12 @@ class RequestExecution:
         """Makes the request a suspect after a crash.
 
         If nothing else can be at fault, blocks requests like it and raises InternalError. For a
-        while the request avoids the worker's machine, if other machines have workers: after the
-        loss of a machine, the loss of a second worker there proves nothing.
+        while the request avoids the workers of that host, if others have their roles: after the
+        loss of a host, the loss of a second worker there proves nothing.
         """
         self._num_crashes += 1
-        self._near_crashes |= self._registry.neighbours(interruption.worker[0])
-        self._near_crashes_end = self._clock() + AVOID_SECONDS
+        host = self._registry.host(interruption.worker[0])
+        self._crash_hosts[host] = self._clock() + AVOID_SECONDS
         if interruption.choices - set(self._cancelled) and self._poison_guard.count_crash(
             self, interruption.worker, self._wake, is_proven=attempt.is_proven
         ):

@@ -180,13 +180,22 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         return worker.info if worker else None
 
-    def neighbours(self, worker_id: str) -> set[str]:
-        """Returns the workers on the machine of a worker, itself included; none if unlisted."""
-        if worker_id not in self._workers:
-            return set()
-        host = host_of(self._workers[worker_id].info.address)
+    def host(self, worker_id: str) -> str:
+        """Returns the host of a worker; "" if the worker is not listed."""
+        info = self.get(worker_id)
+        return host_of(info.address) if info else ""
+
+    def replaceable(self, hosts: Collection[str]) -> set[str]:
+        """Returns the workers on these hosts whose role a worker elsewhere has, which is ready."""
+        roles = {
+            each.info.role
+            for each in self._workers.values()
+            if each.takes_requests and host_of(each.info.address) not in hosts
+        }
         return {
-            name for name, other in self._workers.items() if host_of(other.info.address) == host
+            worker_id
+            for worker_id, each in self._workers.items()
+            if each.info.role in roles and host_of(each.info.address) in hosts
         }
 
     def is_lost(self, worker_id: str, epoch: int) -> bool:

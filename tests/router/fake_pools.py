@@ -168,7 +168,7 @@ class FakePools:
     prefilled_tokens: list[int] = field(default_factory=list)
     num_transfers: int = 0
     left: set[str] = field(default_factory=set)
-    machines: dict[str, set[str]] = field(default_factory=dict)  # by worker: those beside it
+    hosts: dict[str, str] = field(default_factory=dict)  # by worker
     subscribers: list[Callable[[], object]] = field(default_factory=list)
     unavailable_message = "no worker is ready"
 
@@ -192,9 +192,14 @@ class FakePools:
     def get(self, worker_id: str) -> None:
         """Returns no entry of the directory: these workers never have a new epoch."""
 
-    def neighbours(self, worker_id: str) -> set[str]:
-        """Returns the workers of the same machine."""
-        return self.machines.get(worker_id, set())
+    def host(self, worker_id: str) -> str:
+        """Returns the machine of a worker; by default each has its own."""
+        return self.hosts.get(worker_id, worker_id)
+
+    def replaceable(self, hosts: Collection[str]) -> set[str]:
+        workers = (*self.prefill, *self.decode)
+        roles = {worker_id[0] for worker_id in workers if self.host(worker_id) not in hosts}
+        return {each for each in workers if each[0] in roles and self.host(each) in hosts}
 
     def place(
         self,

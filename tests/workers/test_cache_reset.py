@@ -3,13 +3,17 @@
 import asyncio
 import time
 
+import pytest
+
 from tandem.proto import worker_pb2
+from tandem.proto.limits import FINGERPRINT_BYTES
 from tandem.tests.fleet import VOCAB, fake_rank, worker_stub
 from tandem.tests.peers import peer_channel
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
 from tandem.tests.workers.test_cache_reports import cached, follow
 from tandem.tests.workers.test_kv_handle import started
+from tandem.workers.serve.request_manager import RequestManager
 from tandem.workers.serve.worker import Worker
 
 PROMPT = range(100)  # of six full blocks and four tokens
@@ -81,3 +85,39 @@ async def test_what_another_worker_computed_before_is_not_cached() -> None:
         for worker in running.workers:
             await idle(worker)
             assert worker.load().cached_blocks == 6
+
+
+async def test_a_worker_that_starts_later_does_not_cache_what_is_older_than_the_reset() -> None:
+    """It learns of the reset from the worker whose KV cache it fetches."""
+    async with started(fake_rank(), fake_rank()) as running:
+        assert await reset(running.workers[0]) == [""]
+        handle = running.workers[0]._kv_handle(0)
+        old = worker_pb2.KvHandle(epoch=1, last_reset=handle.last_reset)
+        age = running.workers[1]._age
+        assert age.allows(handle)
+        assert not age.allows(old)
+
+
+async def test_a_request_that_is_prepared_during_a_reset_enters_no_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its adapter loads while the reset runs."""
+    loads, may_end = asyncio.Event(), asyncio.Event()
+
+    async def load(manager: RequestManager, _adapter: worker_pb2.Adapter) -> int:
+        if not manager.limits.is_fallback:  # the decode worker
+            loads.set()
+            await may_end.wait()
+        return 0
+
+    monkeypatch.setattr(RequestManager, "load_adapter", load)
+    adapter = worker_pb2.Adapter(fingerprint=b"f" * FINGERPRINT_BYTES)
+    async with started(fake_rank(), fake_rank()) as running:
+        old = await running.prefill(adapter=adapter)
+        await running.fetch(1, old, adapter=adapter)
+        await loads.wait()
+        assert await reset(*running.workers) == ["", ""]
+        may_end.set()
+        await running.check_tokens(1)
+        await idle(running.workers[1])
+        assert running.workers[1].load().cached_blocks == 0

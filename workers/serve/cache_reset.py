@@ -30,11 +30,14 @@ class CacheAge:
     """Holds the times of the last resets, as in ResetPrefixCacheRequest; 0 without a reset."""
 
     asked: int = 0  # KV cache of other workers from before is not cached
-    done: int = 0  # all cached KV cache was computed after this reset
+    done: int = 0  # all cached KV cache was computed after this reset, or after the start
 
     def allows(self, handle: worker_pb2.KvHandle) -> bool:
-        """Returns True if the KV cache of a handle was computed after the last reset."""
-        return max(handle.epoch, handle.computed_after) >= self.asked
+        """Returns True if the KV cache of a handle was computed after the last reset.
+
+        This worker may have started after it; the sender of the handle knows it then.
+        """
+        return max(handle.epoch, handle.computed_after) >= max(self.asked, handle.last_reset)
 
 
 class CacheReset:

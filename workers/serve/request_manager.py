@@ -196,13 +196,11 @@ class RequestManager:
             kind = worker_pb2.FAILURE_KIND_INVALID if is_invalid else worker_pb2.FAILURE_KIND_UNABLE
             session.put_failure(key, kind, str(error))
             return
-        if spec.task is Task.DECODE and not self.age.allows(submit.kv):
-            spec = replace(spec, enters_cache=False)
         first = submit.first_choice
         num_choices = spec.beam.num_best if spec.beam else spec.num_choices
         choices = set(range(first, first + num_choices))
         request = WorkerRequest(submit, spec, session, key, choices)
-        request.computed_after = self.age.done if spec.enters_cache else 0
+        request.computed_after = 0 if self._is_outdated(request) else self.age.done
         self._next_id += spec.num_choices
         self._requests.add(request)
         self._sequences |= {
@@ -218,7 +216,7 @@ class RequestManager:
             request.preparing = asyncio.create_task(self._prepare(request, submitted))
             request.preparing.add_done_callback(self._check_task)
         else:
-            self.thread.post(partial(self._enqueue, request, submitted))
+            self._post(request, submitted)
         if spec.is_recovery:
             self.thread.expedite()
 
@@ -420,6 +418,19 @@ class RequestManager:
                 partial(self._refuse, request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
             )
 
+    def _post(self, request: WorkerRequest, submitted: float) -> None:
+        """Gives a request to the engine. What was computed before a reset enters no cache.
+
+        A reset that begins later finds the request in the engine.
+        """
+        if self._is_outdated(request):
+            request.spec = replace(request.spec, enters_cache=False)
+        self.thread.post(partial(self._enqueue, request, submitted))
+
+    def _is_outdated(self, request: WorkerRequest) -> bool:
+        """Returns True if the KV cache that a request fetches is older than the last reset."""
+        return request.spec.task is Task.DECODE and not self.age.allows(request.submit.kv)
+
     def _enqueue(self, request: WorkerRequest, submitted: float, engine: Engine) -> None:
         """Submits a request to the engine, in its thread between two steps.
 
@@ -470,7 +481,7 @@ class RequestManager:
         except Full as error:
             self._refuse(request, worker_pb2.FAILURE_KIND_FULL, str(error))
         else:
-            self.thread.post(partial(self._enqueue, request, submitted))
+            self._post(request, submitted)
 
     async def load_adapter(self, adapter: worker_pb2.Adapter) -> int:
         """Loads an adapter, unless it is loaded, and returns its number.

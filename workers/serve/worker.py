@@ -8,6 +8,7 @@ gRPC methods only delegate to them.
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -133,7 +134,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
         self._endpoint = KvEndpoint(sender, config.rank.identity)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
-        self._age = CacheAge()
+        # The cache in memory is empty; files on disk may be older.
+        self._age = CacheAge(done=time.time_ns() if disk is None else 0)
         self._requests = self._request_manager(rank, config)
         self._reset = CacheReset(self._thread, disk, self._age, self._requests.deliver)
         self._lender = PrefixLender(
@@ -531,6 +533,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             layout=self._rank.kv.layout.digest,
             endpoints=[self.address, *self._coordinator.endpoints],
             computed_after=self._age.done,
+            last_reset=self._age.asked,
         )
 
     def _fail(self, error: BaseException) -> None:

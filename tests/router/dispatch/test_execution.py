@@ -888,20 +888,35 @@ def test_crashes_with_tokens_between_them_are_not_the_request_s() -> None:
     assert caller.ids == [completion(request.submit.token_ids, SEED, 30)]
 
 
-def test_after_a_crash_the_other_workers_of_the_machine_are_the_last_choice() -> None:
+def test_after_a_crash_the_other_workers_of_its_host_are_the_last_choice() -> None:
     """They may be lost as well, and a second crash would block the request."""
-    for elsewhere, chosen in ((("d3",), "d3"), ((), "d2")):
-        clock = Clock()
+    for left, chosen in ((("d2", "d3"), "d3"), (("d2",), "d2")):
         pools, caller = FakePools(random.Random(5), pairs=False, decode=("d1",)), Caller(1)
-        pools.machines = {"d1": {"d1", "d2"}}
-        execution, _ = start(pools, choices_request(1), clock=clock)
+        pools.hosts = {"d1": "a", "d2": "a"}
+        execution, _ = start(pools, choices_request(1), clock=Clock())
         caller.read_until(pools, execution, 2)
-        pools.decode = ("d2", *elsewhere)
+        pools.decode = left
         pools.running[-1].client.kill()
         caller.read(execution)
         assert pools.running[-1].worker == chosen
         caller.read_until(pools, execution, 30)
         assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
+
+
+def test_only_hosts_of_the_latest_crashes_are_avoided() -> None:
+    clock = Clock()
+    pools, caller = FakePools(random.Random(5), pairs=False, decode=("d1",)), Caller(1)
+    pools.hosts = {"d1": "a", "d2": "a", "d3": "b", "d4": "b"}
+    execution, _ = start(pools, choices_request(1), clock=clock)
+    for left, chosen in ((("d2", "d3"), "d3"), (("d2", "d4"), "d2")):
+        caller.read_until(pools, execution, len(caller.ids[0]) + 3)
+        pools.decode = left
+        pools.running[-1].client.kill()
+        caller.read(execution)
+        assert pools.running[-1].worker == chosen
+        clock.now += AVOID_SECONDS
+    caller.read_until(pools, execution, 30)
+    assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
 
 
 def test_suspects_start_one_at_a_time_and_the_one_at_fault_is_refused() -> None:
