@@ -373,6 +373,7 @@ class GenerationService:
                 caller.priority(request.priority),
                 context.deadline,
                 first_token_due(slo, context.arrived),
+                context.arrived,
             )
 
 

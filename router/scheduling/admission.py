@@ -126,14 +126,16 @@ class Admission:
         priority: int = 0,
         deadline: float | None = None,
         first_token_due: float | None = None,
+        arrived: float = math.inf,
     ) -> None:
         """Raises Overloaded if a request that needs about this capacity would be refused now.
 
-        Raises Unavailable if no worker could take it. Takes microseconds, so that it can run before
-        a prompt is tokenized. `deadline` and `first_token_due`: see TokenRequest.
+        Raises Unavailable if no worker could take it, and none was lost since it arrived. Takes
+        microseconds, so that it can run before a prompt is tokenized. `deadline`, `first_token_due`
+        and `arrived`: see TokenRequest.
         """
         self._check_stopped()
-        if self._capacity.free() is None and not self._registry.has_lost:
+        if self._capacity.free() is None and not self._registry.has_lost_since(arrived):
             raise Unavailable(self._registry.unavailable_message)
         if not self._fits_now(needed):
             entry = _Entry(

@@ -257,6 +257,7 @@ class Full(Admission):
         priority: int = 0,
         deadline: float | None = None,
         first_token_due: float | None = None,
+        arrived: float = 0.0,
     ) -> None:
         self.dues.append(first_token_due)
         self.asked.append((needed.prompt_tokens, needed.kv_tokens, tenant, priority))

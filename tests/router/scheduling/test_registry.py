@@ -216,6 +216,21 @@ def test_recoveries_spread_over_workers_with_the_same_cached_prefix() -> None:
     assert [registry._workers[worker].ahead_tokens for worker in ("p0", "p1")] == [0, 0]
 
 
+def test_workers_of_a_host_are_replaceable_if_others_have_their_role() -> None:
+    registry = WorkerRegistry(rng=random.Random(0), clock=lambda: 0.0)
+    entries = [("p1", ROLE_PREFILL, "a"), ("d1", ROLE_DECODE, "a"), ("d2", ROLE_DECODE, "b")]
+    workers = []
+    for name, role, host in entries:
+        worker = info(name, role)
+        worker.address = f"{host}:1"
+        workers.append(worker)
+    registry.update(workers)
+    assert [registry.host(name) for name in ("p1", "d2", "unknown")] == ["a", "b", ""]
+    assert registry.replaceable({"a"}) == {"d1"}, "the only prefill worker stays"
+    assert registry.replaceable({"b"}) == {"d2"}
+    assert registry.replaceable({"a", "b"}) == set()
+
+
 def test_on_reach_is_called_when_a_worker_is_lost_or_found() -> None:
     registry, told = registry_of(1, 2), [0]
     registry.on_reachability = lambda: told.append(int(registry.can_reach_worker))
