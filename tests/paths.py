@@ -40,9 +40,10 @@ router.dispatch.worker_client:WorkerClient._write ~ _commands
 workers.serve.request_manager:RequestManager._read < WorkerClient.submit ~ SessionRequest
 workers.serve.request_manager:RequestManager.submit
 workers.serve.submit:parse_submit
-workers.serve.engine_thread:EngineThread.post < RequestManager.submit
+workers.serve.request_manager:RequestManager._post < RequestManager.submit
+workers.serve.engine_thread:EngineThread.post < RequestManager._post
 workers.serve.engine_thread:EngineThread._take_commands ~ _commands
-workers.serve.request_manager:RequestManager._enqueue < RequestManager.submit
+workers.serve.request_manager:RequestManager._enqueue < RequestManager._post
 workers.engine.engine:Engine.submit
 workers.engine.request_table:RequestTable.add
 """
