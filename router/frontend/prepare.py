@@ -114,9 +114,12 @@ async def prepare(
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     stopping = request.stopping
     stop_tokens = find_stop_tokens(stopping, tokenizer)
-    compile_microseconds = _PATTERN_MICROSECONDS * len(stopping.stop_regex)
     stops = await COMPILING.run(
-        fairness_id, compile_microseconds, stop_rules, stopping, stop_tokens
+        fairness_id,
+        _PATTERN_MICROSECONDS * len(stopping.stop_regex),
+        stop_rules,
+        stopping,
+        stop_tokens,
     )
     submit = _submit(request, model, context.caller, prompt, max_tokens, bad_words, grammar)
     encode = partial(tokenizer.encode_chat, fairness_id=fairness_id, now=now)
